@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from typing_extensions import Self
-
 
 class Outcome(enum.Enum):
     """What became of one object in one call."""
@@ -65,7 +63,7 @@ class PutSession(Protocol):
         """Revoke every object that is still open."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> "PutSession": ...
 
     def __exit__(
         self,
@@ -96,7 +94,7 @@ class GetSession(Protocol):
         """Let the objects go. Repeating it does nothing."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> "GetSession": ...
 
     def __exit__(
         self,
