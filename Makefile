@@ -1,0 +1,46 @@
+# Every target that needs Python makes its environment first; nothing has to be set up by hand.
+# `make test PYTHON=python3.12` chooses the Python it is made with.
+BIN := .venv/bin
+READY := .venv/.kvferry-ready
+READY_NEWEST := .venv-newest/.kvferry-ready
+# Whole files: those of the kernels' plans and copies, and any other that runs the interpreter.
+NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
+	$(shell grep -ls 'mark\.interpreter' tests/*.py))
+
+.PHONY: help demo test test-newest check doctor bench-host bench-transport clean
+
+help: ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
+
+demo: $(READY) ## save and load pages through a real Mooncake master on this machine
+	$(BIN)/python -m kvferry demo
+
+test: $(READY) ## the whole core suite
+	$(BIN)/python -m pytest
+
+test-newest: $(READY_NEWEST) ## the kernels' tests with the newest Triton, in an environment of its own
+	.venv-newest/bin/python -m pytest $(NEWEST_TESTS)
+
+check: $(READY) ## lint, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+doctor: $(READY) ## what this machine has, and what to do about the rest
+	$(BIN)/python -m kvferry doctor
+
+bench-host: $(READY) ## host time per transfer, packed against range lists
+	$(BIN)/python benchmarks/bench_host.py
+
+bench-transport: $(READY) ## transfer rates over loopback, packed against range lists
+	$(BIN)/python benchmarks/bench_transport.py
+
+clean: ## remove the environments, caches and build outputs
+	rm -rf .venv .venv-newest build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml scripts/setup.sh $(wildcard scripts/constraints-c*.txt)
+	scripts/setup.sh .venv dev
+
+$(READY_NEWEST): pyproject.toml scripts/setup.sh scripts/constraints-newest.txt
+	CONSTRAINTS=scripts/constraints-newest.txt scripts/setup.sh .venv-newest cpu dev
