@@ -62,8 +62,10 @@ class ModelIdentity:
     @property
     def share(self) -> str:
         """This rank's part of the model, as it stands in object keys: `tp0of8-pp0of1-...`."""
-        parts = (f"{name}{getattr(self, name)[0]}of{getattr(self, name)[1]}" for name in
-                 ("tp", "pp", "cp", "dcp"))
+        parts = (
+            f"{name}{getattr(self, name)[0]}of{getattr(self, name)[1]}"
+            for name in ("tp", "pp", "cp", "dcp")
+        )
         return "-".join(parts)
 
 
@@ -229,16 +231,20 @@ class CacheLayout:
             if not pool.tensors:
                 raise LayoutError(f"pool {pool.name!r}: got no tensors, wanted one per layer")
             first = next(iter(pool.tensors.values()))
-            entries.append({
-                "name": pool.name,
-                "index": pool.space,
-                "rows": pool.rows,
-                "row_shape": list(first.shape[1:]),
-                "dtype": _dtype_name(first.dtype),
-                "layers": sorted(pool.tensors),
-            })
+            entries.append(
+                {
+                    "name": pool.name,
+                    "index": pool.space,
+                    "rows": pool.rows,
+                    "row_shape": list(first.shape[1:]),
+                    "dtype": _dtype_name(first.dtype),
+                    "layers": sorted(pool.tensors),
+                }
+            )
         description: dict[str, Any] = {
-            "page_size": page_size, "num_layers": num_layers, "pools": entries,
+            "page_size": page_size,
+            "num_layers": num_layers,
+            "pools": entries,
         }
         if window_tokens is not None:
             description["window_tokens"] = window_tokens
@@ -373,8 +379,17 @@ def _pool(entry: Mapping[str, Any], page_size: int, num_layers: int) -> Pool:
             f"{entry['dtype']} has {page_bytes}"
         )
     order = tuple(dim for dim, size in enumerate(page_shape) if size > 1)
-    return Pool(name, entry["index"], entry["rows"], row_shape, entry["dtype"], layer_ids,
-                page_shape, page_bytes, order)
+    return Pool(
+        name,
+        entry["index"],
+        entry["rows"],
+        row_shape,
+        entry["dtype"],
+        layer_ids,
+        page_shape,
+        page_bytes,
+        order,
+    )
 
 
 def _check_tensor(pool: Pool, layer_id: int, tensor: torch.Tensor, page_size: int) -> None:
@@ -452,8 +467,17 @@ def _assemble(
     if tensors:
         _no_shared_memory(buffers)
     return CacheLayout(
-        page_size, num_layers, pools, identity, buffers, object_bytes, layer_offsets, num_pages,
-        window_pages, device, _fingerprint(page_size, num_layers, pools, identity),
+        page_size,
+        num_layers,
+        pools,
+        identity,
+        buffers,
+        object_bytes,
+        layer_offsets,
+        num_pages,
+        window_pages,
+        device,
+        _fingerprint(page_size, num_layers, pools, identity),
     )
 
 

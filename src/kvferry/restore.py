@@ -38,8 +38,8 @@ def restorable(exists: Mapping[str, NDArray[np.bool_]], window_pages: int | None
         else:
             # Length of the unbroken stretch of existing pages that ends at each page.
             last_gap = np.maximum.accumulate(np.where(present, 0, ends))
-            needed = ends if space == "full" or window_pages is None else np.minimum(
-                ends, window_pages
+            needed = (
+                ends if space == "full" or window_pages is None else np.minimum(ends, window_pages)
             )
             good &= (ends - last_gap) >= needed
     return [int(end) for end in ends[good]]

@@ -67,10 +67,14 @@ def page_runs(
         else:
             levels.append((size, stride))
     count, pitch = levels.pop() if levels else (1, length)
-    starts = [
-        sum(index * stride for index, (_, stride) in zip(indices, levels, strict=True))
-        for indices in itertools.product(*(range(size) for size, _ in levels))
-    ] if _product(levels) <= MAX_RUNS else []
+    starts = (
+        [
+            sum(index * stride for index, (_, stride) in zip(indices, levels, strict=True))
+            for indices in itertools.product(*(range(size) for size, _ in levels))
+        ]
+        if _product(levels) <= MAX_RUNS
+        else []
+    )
     if not starts:
         raise LayoutError(
             f"a page falls into {_product(levels)} runs at a pitch, wanted at most {MAX_RUNS}"

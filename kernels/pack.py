@@ -1,0 +1,244 @@
+"""Pack: scattered pages into contiguous objects. Unpack: the way back. Bit for bit, in one launch.
+
+`Packer` checks the arguments and picks the path: the page kernel (`tiles`), the short-run kernel
+(`units`), or plain torch on a CPU (`reference`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvferry.errors import ArgumentError
+from kvferry.kernels.handles import Launch, is_interpreted
+from kvferry.kernels.page_ids import AnyIds, PageIds
+from kvferry.kernels.reference import PageView, pack_reference, page_views, unpack_reference
+from kvferry.kernels.tables import Move, Tables, build_tables, layer_ranges
+from kvferry.kernels.tiles import _move_tiles_kernel, tile_launches
+from kvferry.kernels.units import unit_launches
+from kvferry.launch import DEFAULT_LAUNCH, LaunchConfig
+from kvferry.layout import CacheLayout
+
+BACKENDS = ("auto", "triton", "reference")
+
+
+class Packer:
+    """Moves pages of one layout's index space between its pools and page objects.
+
+    Make one per layout and space and keep it: it holds the tables (on the device) and the views
+    (on a CPU), made on first use. It may be used from several threads at once, on page ids that
+    do not overlap.
+
+    Attributes:
+        layout: bound to tensors; its memory is what is read (pack) or written (unpack).
+        space: the index space.
+        device: where the pools are.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, space: str, config: LaunchConfig = DEFAULT_LAUNCH
+    ) -> None:
+        if layout.device is None:
+            raise ArgumentError("layout is not bound to tensors: call layout.bind(tensors) first")
+        if space not in layout.object_bytes:
+            raise ArgumentError(f"space is {space!r}, wanted one of {layout.spaces}")
+        self.layout = layout
+        self.space = space
+        self.device = layout.device
+        self._config = config
+        self._tables: dict[int, Tables] = {}
+        self._views: dict[tuple[tuple[int, int], ...], list[PageView]] = {}
+
+    def pack(
+        self,
+        page_ids: AnyIds,
+        objects: torch.Tensor,
+        *,
+        stride_bytes: int | None = None,
+        layers: Sequence[int] | None = None,
+        origin_bytes: int = 0,
+        backend: str = "auto",
+    ) -> None:
+        """Gather pages into objects: page `page_ids[i]` to `objects[i * stride_bytes:]`.
+
+        Ordered on the current stream of the pools' device, and not waited for. The pools must not
+        be written, nor `objects` read, before that work is done.
+
+        Args:
+            page_ids: `[num_pages]` integers in any order; see `PageIds.check`.
+            objects: contiguous uint8 `[num_bytes]` on the pools' device, or pinned host memory
+                where the pools are on a GPU. The caller owns it. Only the bytes of `layers` are
+                written.
+            stride_bytes: from one object to the next; the object's size by default. Multiples of
+                16, on memory aligned alike, take the fast path.
+            layers: ascending layer ids to move; all by default.
+            origin_bytes: offset in the object at which `objects[0]` stands: 0 for whole objects;
+                for memory that holds one layer group of each, the group's first offset.
+            backend: `auto` (kernels on a GPU, plain torch on a CPU), `triton` (kernels; on a CPU
+                in Triton's interpreter), or `reference` (plain torch).
+
+        Raises:
+            ArgumentError: an argument is wrong; nothing was launched.
+        """
+        self._move(page_ids, objects, stride_bytes, layers, origin_bytes, backend, unpack=False)
+
+    def unpack(
+        self,
+        page_ids: AnyIds,
+        objects: torch.Tensor,
+        *,
+        stride_bytes: int | None = None,
+        layers: Sequence[int] | None = None,
+        origin_bytes: int = 0,
+        backend: str = "auto",
+    ) -> None:
+        """Scatter objects into pages: `objects[i * stride_bytes:]` to page `page_ids[i]`.
+
+        As `pack`, the other way: `objects` is read, the pools are written, and no page id may
+        occur twice. All other bytes of the pools stay as they are.
+
+        Raises:
+            ArgumentError: an argument is wrong; nothing was launched.
+        """
+        self._move(page_ids, objects, stride_bytes, layers, origin_bytes, backend, unpack=True)
+
+    def launches(self, move: Move) -> Iterator[Launch]:
+        """Yield a move's launches: one per kernel variant, 64 Ki rows, and range of layers.
+
+        So the host's work does not grow with the number of layers, buffers or pages.
+        """
+        tables = self._tables_for(math.gcd(16, move.object_address, move.stride_bytes))
+        if tables.tiles is not None:
+            yield from tile_launches(tables.tiles, move, self._config)
+        for table in tables.units:
+            yield from unit_launches(table, move, self._config)
+
+    def move(
+        self,
+        ids: PageIds,
+        objects_address: int,
+        stride_bytes: int,
+        ranges: tuple[tuple[int, int], ...],
+        origin_bytes: int,
+        *,
+        unpack: bool,
+    ) -> Move:
+        """Return the description of a move whose arguments have been checked."""
+        return Move(
+            ids.on_device.data_ptr(),
+            ids.on_device.element_size(),
+            len(ids),
+            self.layout.num_pages[self.space],
+            objects_address - origin_bytes,
+            stride_bytes,
+            ranges,
+            unpack,
+        )
+
+    def _move(
+        self,
+        page_ids: AnyIds,
+        objects: torch.Tensor,
+        stride_bytes: int | None,
+        layers: Sequence[int] | None,
+        origin_bytes: int,
+        backend: str,
+        *,
+        unpack: bool,
+    ) -> None:
+        use_kernels = self._use_kernels(backend, objects)
+        ids = PageIds.check(self.layout, self.space, page_ids, unique=unpack)
+        stride = self.layout.object_bytes[self.space] if stride_bytes is None else stride_bytes
+        ranges = self._ranges(layers)
+        self._check_objects(objects, len(ids), stride, ranges, origin_bytes)
+        if not len(ids) or not ranges:
+            return
+        if use_kernels:
+            address = objects.data_ptr()
+            move = self.move(ids, address, stride, ranges, origin_bytes, unpack=unpack)
+            for launch in self.launches(move):
+                launch.start(self.device)
+        else:
+            reference = unpack_reference if unpack else pack_reference
+            reference(self._views_of(ranges), ids.on_device, objects, stride, origin_bytes)
+
+    def _use_kernels(self, backend: str, objects: torch.Tensor) -> bool:
+        if backend not in BACKENDS:
+            raise ArgumentError(f"backend is {backend!r}, wanted one of {BACKENDS}")
+        on_cpu = self.device.type == "cpu"
+        if backend == "triton" and on_cpu and not is_interpreted(_move_tiles_kernel):
+            raise ArgumentError(
+                "backend is 'triton' and the pools are on a CPU: set TRITON_INTERPRET=1 before "
+                "kvferry's kernels are imported"
+            )
+        if backend == "reference" and objects.device != self.device:
+            raise ArgumentError(
+                f"backend is 'reference' and objects are on {objects.device}, wanted {self.device}"
+            )
+        return backend == "triton" or (backend == "auto" and not on_cpu)
+
+    def _ranges(self, layers: Sequence[int] | None) -> tuple[tuple[int, int], ...]:
+        num_layers = self.layout.num_layers
+        if layers is None:
+            return ((0, num_layers),)
+        chosen = list(layers)
+        if any(not 0 <= layer_id < num_layers for layer_id in chosen):
+            raise ArgumentError(f"layers are {chosen}, wanted ids in 0 .. {num_layers - 1}")
+        if chosen != sorted(set(chosen)):
+            raise ArgumentError(f"layers are {chosen}, wanted ascending ids, each once")
+        return layer_ranges(chosen)
+
+    def _check_objects(
+        self,
+        objects: torch.Tensor,
+        num_objects: int,
+        stride: int,
+        ranges: tuple[tuple[int, int], ...],
+        origin: int,
+    ) -> None:
+        if objects.dtype != torch.uint8 or objects.dim() != 1 or not objects.is_contiguous():
+            raise ArgumentError(
+                f"objects are {objects.dtype} {list(objects.shape)} with strides "
+                f"{objects.stride()}, wanted contiguous uint8 [num_bytes]"
+            )
+        pinned = objects.device.type == "cpu" and self.device.type == "cuda" and objects.is_pinned()
+        if objects.device != self.device and not pinned:
+            raise ArgumentError(
+                f"objects are on {objects.device}, wanted {self.device}, as the pools"
+                + (", or pinned host memory" if self.device.type == "cuda" else "")
+            )
+        if not ranges or not num_objects:
+            return
+        offsets = self.layout.layer_offsets[self.space]
+        first, end = offsets[ranges[0][0]], offsets[ranges[-1][1]]
+        if not 0 <= origin <= first:
+            raise ArgumentError(
+                f"origin_bytes is {origin}, wanted 0 .. {first}, where the first layer begins"
+            )
+        if num_objects > 1 and stride < end - origin:
+            raise ArgumentError(f"stride_bytes is {stride}, wanted at least {end - origin}")
+        needed = (num_objects - 1) * stride + end - origin
+        if objects.numel() < needed:
+            raise ArgumentError(
+                f"objects have {objects.numel()} bytes, wanted at least {needed} for "
+                f"{num_objects} pages"
+            )
+
+    def _tables_for(self, object_align_bytes: int) -> Tables:
+        tables = self._tables.get(object_align_bytes)
+        if tables is None:
+            tables = build_tables(self.layout, self.space, object_align_bytes, self._config)
+            self._tables[object_align_bytes] = tables
+        return tables
+
+    def _views_of(self, ranges: tuple[tuple[int, int], ...]) -> list[PageView]:
+        views = self._views.get(ranges)
+        if views is None:
+            views = [
+                view
+                for buffer in self.layout.buffers[self.space]
+                if any(first <= buffer.layer_id < end for first, end in ranges)
+                for view in page_views(buffer)
+            ]
+            self._views[ranges] = views
+        return views

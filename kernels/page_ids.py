@@ -1,0 +1,121 @@
+"""Page ids, checked once and then kept where the kernels read them."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.errors import ArgumentError
+from kvferry.layout import CacheLayout
+
+
+class PageIds:
+    """`[num_pages]` valid page ids of one index space, on the pools' device.
+
+    Made by `PageIds.check`. Slicing gives page ids over the same memory, without a new check.
+
+    Attributes:
+        on_device: int32 or int64 tensor `[num_pages]` on the layout's device, contiguous.
+        unique: whether no id occurs twice, so that they can be destinations.
+    """
+
+    def __init__(self, on_device: torch.Tensor, *, unique: bool) -> None:
+        self.on_device = on_device
+        self.unique = unique
+
+    def __len__(self) -> int:
+        return self.on_device.shape[0]
+
+    def __getitem__(self, part: slice) -> "PageIds":
+        return PageIds(self.on_device[part], unique=self.unique)
+
+    @classmethod
+    def check(
+        cls,
+        layout: CacheLayout,
+        space: str,
+        page_ids: "AnyIds",
+        *,
+        unique: bool,
+    ) -> "PageIds":
+        """Return the ids, checked, on the layout's device.
+
+        Ids in host memory are checked there and uploaded without waiting. Ids that are already on
+        a GPU cost one device-to-host wait: hand host ids, or a `PageIds`, on a hot path.
+
+        Args:
+            layout: bound to tensors.
+            space: the index space that the ids address.
+            page_ids: `[num_pages]` integers, on the host or on the layout's device.
+            unique: refuse an id that occurs twice (needed where pages are written).
+
+        Raises:
+            ArgumentError: wrong space, dtype, shape or device; an id outside the pools; a double.
+        """
+        if space not in layout.num_pages:
+            raise ArgumentError(f"space is {space!r}, wanted one of {sorted(layout.num_pages)}")
+        if isinstance(page_ids, PageIds):
+            if unique and not page_ids.unique:
+                return cls.check(layout, space, page_ids.on_device, unique=True)
+            return page_ids
+        assert layout.device is not None
+        if isinstance(page_ids, torch.Tensor) and page_ids.device.type != "cpu":
+            return cls._check_on_device(layout, space, page_ids, unique)
+        ids = np.asarray(page_ids)
+        _check_form(ids.shape, ids.dtype.kind in "iu" or ids.size == 0, str(ids.dtype))
+        ids = ids.astype(np.int64, copy=False)
+        if ids.size:
+            _check_bounds(int(ids.min()), int(ids.max()), layout.num_pages[space], space)
+            if unique and len(np.unique(ids)) != len(ids):
+                values, counts = np.unique(ids, return_counts=True)
+                _refuse_double(int(values[counts > 1][0]))
+        host = torch.from_numpy(np.ascontiguousarray(ids))
+        if layout.device.type == "cpu":
+            return cls(host.clone(), unique=unique)
+        return cls(host.pin_memory().to(layout.device, non_blocking=True), unique=unique)
+
+    @classmethod
+    def _check_on_device(
+        cls, layout: CacheLayout, space: str, ids: torch.Tensor, unique: bool
+    ) -> "PageIds":
+        if ids.device != layout.device:
+            raise ArgumentError(
+                f"page_ids are on {ids.device}, wanted {layout.device}, as the pools, or the host"
+            )
+        _check_form(tuple(ids.shape), ids.dtype in (torch.int32, torch.int64), str(ids.dtype))
+        ids = ids.contiguous()
+        if len(ids):
+            ordered = ids.sort().values
+            doubles = ordered[1:][ordered[1:] == ordered[:-1]] if unique else ordered[:0]
+            low, high, num_doubles = torch.stack(
+                [ordered[0], ordered[-1], torch.tensor(len(doubles), device=ids.device)]
+            ).tolist()
+            _check_bounds(low, high, layout.num_pages[space], space)
+            if num_doubles:
+                _refuse_double(int(doubles[0]))
+        return cls(ids, unique=unique)
+
+
+def _check_form(shape: tuple[int, ...], is_integer: bool, dtype: str) -> None:
+    if len(shape) != 1:
+        raise ArgumentError(f"page_ids have shape {list(shape)}, wanted [num_pages]")
+    if not is_integer:
+        raise ArgumentError(f"page_ids are {dtype}, wanted int32 or int64")
+
+
+def _check_bounds(low: int, high: int, num_pages: int, space: str) -> None:
+    if low < 0 or high >= num_pages:
+        raise ArgumentError(
+            f"page_ids hold {low if low < 0 else high}, wanted 0 .. {num_pages - 1}: the pools of "
+            f"index space {space!r} have {num_pages} pages"
+        )
+
+
+def _refuse_double(page_id: int) -> None:
+    raise ArgumentError(f"page_ids hold {page_id} twice, wanted each destination once")
+
+
+AnyIds: TypeAlias = PageIds | torch.Tensor | NDArray[Any] | Sequence[int]
+"""What callers may hand as page ids."""

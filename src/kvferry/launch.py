@@ -1,0 +1,44 @@
+"""How the kernels are launched: tile sizes and warps, as frozen data."""
+
+from dataclasses import dataclass
+
+from kvferry.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Numbers of one launch. The defaults are derived, not measured.
+
+    By compile-only inspection for sm_90 and sm_100, a 16 KiB tile with 4 warps keeps eight 16-byte
+    loads per thread in flight (160 KB per SM at 46 registers), the best of the tiles that balance
+    well; runs under 4 KiB leave most of such a tile idle and go by 16-byte units instead.
+
+    Attributes:
+        tile_bytes: bytes that one program of the page kernel moves; a power of two, 1 KiB or more.
+        tile_warps: warps of such a program.
+        units_per_program: units (of 16 bytes or fewer) that one program of the short-run kernel
+            moves; a power of two.
+        unit_warps: warps of such a program.
+        page_run_bytes: runs of at least this length, and 16-byte aligned, take the page kernel.
+    """
+
+    tile_bytes: int = 16384
+    tile_warps: int = 4
+    units_per_program: int = 1024
+    unit_warps: int = 4
+    page_run_bytes: int = 4096
+
+    def __post_init__(self) -> None:
+        for name, least in (("tile_bytes", 1024), ("units_per_program", 32)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ArgumentError(f"{name} is {value}, wanted a power of two of at least {least}")
+        for name in ("tile_warps", "unit_warps"):
+            value = getattr(self, name)
+            if value not in (1, 2, 4, 8, 16, 32):
+                raise ArgumentError(f"{name} is {value}, wanted a power of two from 1 to 32")
+        if self.page_run_bytes < 16:
+            raise ArgumentError(f"page_run_bytes is {self.page_run_bytes}, wanted at least 16")
+
+
+DEFAULT_LAUNCH = LaunchConfig()
