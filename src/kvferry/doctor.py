@@ -134,15 +134,22 @@ def cpu_wheel(wheels: Iterable[str]) -> bool:
     return any(name.endswith("-non-cuda") for name in wheels)
 
 
-def check_mooncake(wheels: Mapping[str, str], usable: Sequence[str]) -> Finding:
+def check_mooncake(
+    wheels: Mapping[str, str], folder: Path | None, usable: Sequence[str]
+) -> Finding:
     """Judge Mooncake's wheel: exactly one must be there, of a known version, for this machine."""
     text = ", ".join(f"{name} {version}" for name, version in sorted(wheels.items()))
-    if not wheels:
+    if not wheels and folder is None:
         advice = "pip install 'kvferry[cpu]', or [cu12] or [cu13] on a GPU machine"
         return Finding("mooncake", "miss", "not installed", advice)
+    if not wheels:
+        return Finding("mooncake", "warn", f"{folder}, not from a wheel", "known to work: 0.3.13")
     if len(wheels) > 1:
         advice = f"they overwrite each other: pip uninstall {' '.join(sorted(wheels))}, install one"
         return Finding("mooncake", "miss", text, advice)
+    if folder is None:  # as after removing one of two wheels: they share the module's files
+        advice = f"pip install --force-reinstall --no-deps {next(iter(wheels))}"
+        return Finding("mooncake", "miss", f"{text}, but its module is gone", advice)
     version = version_of(next(iter(wheels.values())))
     if not MOONCAKES[0] <= version < MOONCAKES[1]:
         return Finding("mooncake", "warn", text, "known to work: 0.3.13 and newer of 0.3")
@@ -206,8 +213,7 @@ def check_rdma(ports: Sequence[Port]) -> Finding:
     if not ports:
         return Finding("rdma", "ok", "no device")
     text = ", ".join(
-        f"{port.device}:{port.number} {'ACTIVE' if port.active else 'down'} "
-        f"{port.link_layer} {port.rate}".strip()
+        f"{port.device}:{port.number} {port.state} {port.link_layer} {port.rate}".strip()
         for port in ports
     )
     if not any(port.active for port in ports):
@@ -221,11 +227,8 @@ def check_memlock(ports: Sequence[Port], limit: int) -> list[Finding]:
         return []
     if limit >= 0:  # RLIM_INFINITY is negative
         text = f"{limit // 1024} KiB: registering the staging buffer will fail"
-        return [
-            Finding(
-                "locked memory", "warn", text, "ulimit -l unlimited, in Docker --ulimit memlock=-1"
-            )
-        ]
+        advice = "ulimit -l unlimited, in Docker --ulimit memlock=-1"
+        return [Finding("locked memory", "warn", text, advice)]
     return [Finding("locked memory", "ok", "unlimited")]
 
 
@@ -293,7 +296,7 @@ def examine(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> lis
     findings += [check_package(name, *load(name)) for name in ("numpy", "nvtx")]
 
     wheels, folder = mooncake_wheels(), mooncake_folder()
-    findings.append(check_mooncake(wheels, usable))
+    findings.append(check_mooncake(wheels, folder, usable))
     if folder is not None:
         missing = {name for path in mooncake_binaries(folder) for name in unresolved(path)}
         findings += check_libraries(missing, brought_by_torch(missing))
