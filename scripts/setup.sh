@@ -97,6 +97,8 @@ if [ ! -x "$venv/bin/python" ]; then
     touch "$made_here"
     "$python" -m venv "$venv"
 fi
+# Becomes the mark of readiness with the time of now: what changes meanwhile is newer than it.
+touch "$venv/.kvferry-started"
 
 # setuptools is torch's dependency and the tests build a wheel with it, but pip would keep the old
 # one that some Pythons put into a new environment.
@@ -115,4 +117,4 @@ fi
 say "$venv: $("$python" --version), extras ${extras[*]}, versions of $constraints"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" \
     "${wanted[@]}" -e ".[$(IFS=,; echo "${extras[*]}")]"
-touch "$ready"
+mv "$venv/.kvferry-started" "$ready"
