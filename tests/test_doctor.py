@@ -178,12 +178,14 @@ def test_missing_libraries_each_with_its_package() -> None:
     (fine,) = doctor.check_libraries([])
     assert (fine.state, fine.text) == ("ok", "all resolve")
     needed = ["libibverbs.so.1", "libcurl.so.4", "libcudart.so.12", "GLIBC_2.38", "libother.so.1"]
+    needed.append("libglog-6ed04f2c.so.0.0.0")
     findings = {found.text.split()[0]: found for found in doctor.check_libraries(needed)}
     assert set(findings) == set(needed)
     assert {found.state for found in findings.values()} == {"miss"}
     assert findings["libibverbs.so.1"].advice.endswith(" libibverbs1")
     assert findings["libcurl.so.4"].advice.endswith(" libcurl4")
     assert "non-cuda" in findings["libcudart.so.12"].advice
+    assert "reinstall" in findings["libglog-6ed04f2c.so.0.0.0"].advice
     assert "distribution" in findings["GLIBC_2.38"].advice
     assert "libother.so.1" in findings["libother.so.1"].advice
     (provided,) = doctor.check_libraries(["libcudart.so.12"], ["libcudart.so.12"])

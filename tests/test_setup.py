@@ -95,6 +95,7 @@ FAKE_PYTHON = """#!/usr/bin/env bash
 case "$*" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     *"-m pip install"*) echo "$*" >>"$LOG"; [ ! -e "$BREAK" ] ;;
+    *ensurepip*) [ ! -e "$NO_VENV" ] ;;
     *urlopen*) [ -e "$INDEX" ] ;;
     *) exec "$REAL" "$@" ;;
 esac
@@ -108,6 +109,7 @@ class Clone:
         self.root = root
         self.ready = root / ".venv/.kvferry-ready"
         self.log, self.broken, self.index = root / "log", root / "broken", root / "index"
+        self.no_venv = root / "no-venv"
         (root / "scripts").mkdir()
         for name in ("Makefile", "pyproject.toml", "scripts/setup.sh"):
             self.copy(name)
@@ -123,6 +125,7 @@ class Clone:
             "LOG": str(self.log),
             "BREAK": str(self.broken),
             "INDEX": str(self.index),
+            "NO_VENV": str(self.no_venv),
         }
 
     def copy(self, name: str) -> None:
@@ -225,6 +228,12 @@ def test_setup_says_what_is_missing(clone: Clone) -> None:
     assert "no Python 3.10 to 3.13" in done.stderr
 
     clone.env["PYTHON"] = str(clone.python)
+    clone.no_venv.touch()
+    done = clone.setup()
+    assert done.returncode != 0
+    assert "sudo apt-get install -y python3-venv" in done.stderr
+
+    clone.no_venv.unlink()
     for name, text in (("ldconfig", "echo ' libnuma.so.1 '"), ("id", "echo 1000")):
         (clone.root / name).write_text(f"#!/bin/sh\n{text}\n")
         (clone.root / name).chmod(0o755)

@@ -168,6 +168,8 @@ def check_libraries(missing: Iterable[str], from_torch: Iterable[str] = ()) -> l
             advice = f"sudo apt-get install -y --no-install-recommends {APT_PACKAGES[library]}"
         elif library.startswith(("libcuda.", "libcudart.")):
             advice = "a CUDA wheel; without that CUDA, install the non-cuda wheel in its place"
+        elif re.search(r"-[0-9a-f]{8}\.so", library):  # so named by the tool that packs wheels
+            advice = "the wheel carries it: pip install --force-reinstall --no-deps that wheel"
         elif re.match(r"[A-Z]+_", library):
             advice = "the wheel was built for a newer distribution; use a newer one"
         else:
