@@ -54,32 +54,31 @@ class PageIds:
         Raises:
             ArgumentError: wrong space, dtype, shape or device; an id outside the pools; a double.
         """
-        if space not in layout.num_pages:
-            raise ArgumentError(f"space is {space!r}, wanted one of {sorted(layout.num_pages)}")
         if isinstance(page_ids, PageIds):
             if unique and not page_ids.unique:
                 return cls.check(layout, space, page_ids.on_device, unique=True)
             return page_ids
-        assert layout.device is not None
         if isinstance(page_ids, torch.Tensor) and page_ids.device.type != "cpu":
             return cls._check_on_device(layout, space, page_ids, unique)
-        ids = np.asarray(page_ids)
-        _check_form(ids.shape, ids.dtype.kind in "iu" or ids.size == 0, str(ids.dtype))
-        ids = ids.astype(np.int64, copy=False)
-        if ids.size:
-            _check_bounds(int(ids.min()), int(ids.max()), layout.num_pages[space], space)
-            if unique and len(np.unique(ids)) != len(ids):
-                values, counts = np.unique(ids, return_counts=True)
-                _refuse_double(int(values[counts > 1][0]))
-        host = torch.from_numpy(np.ascontiguousarray(ids))
+        return cls.upload(layout, host_page_ids(layout, space, page_ids, unique=unique), unique)
+
+    @classmethod
+    def upload(cls, layout: CacheLayout, ids: NDArray[np.int64], unique: bool) -> "PageIds":
+        """Return ids that `host_page_ids` has checked, on the layout's device.
+
+        On a GPU the copy is ordered on the current stream and not waited for.
+        """
+        assert layout.device is not None
+        host = torch.from_numpy(ids)
         if layout.device.type == "cpu":
-            return cls(host.clone(), unique=unique)
+            return cls(host, unique=unique)
         return cls(host.pin_memory().to(layout.device, non_blocking=True), unique=unique)
 
     @classmethod
     def _check_on_device(
         cls, layout: CacheLayout, space: str, ids: torch.Tensor, unique: bool
     ) -> "PageIds":
+        _check_space(layout, space)
         if ids.device != layout.device:
             raise ArgumentError(
                 f"page_ids are on {ids.device}, wanted {layout.device}, as the pools, or the host"
@@ -96,6 +95,37 @@ class PageIds:
             if num_doubles:
                 _refuse_double(int(doubles[0]))
         return cls(ids, unique=unique)
+
+
+def host_page_ids(
+    layout: CacheLayout,
+    space: str,
+    page_ids: torch.Tensor | NDArray[Any] | Sequence[int],
+    *,
+    unique: bool,
+) -> NDArray[np.int64]:
+    """Return page ids, checked, as a new int64 array `[num_pages]` in host memory.
+
+    Raises:
+        ArgumentError: as `PageIds.check`.
+    """
+    _check_space(layout, space)
+    ids = np.asarray(page_ids)
+    _check_form(ids.shape, ids.dtype.kind in "iu" or ids.size == 0, str(ids.dtype))
+    ids = np.array(ids, dtype=np.int64)
+    if ids.size:
+        _check_bounds(int(ids.min()), int(ids.max()), layout.num_pages[space], space)
+        if unique:
+            ordered = np.sort(ids)
+            doubles = ordered[1:][ordered[1:] == ordered[:-1]]
+            if doubles.size:
+                _refuse_double(int(doubles[0]))
+    return ids
+
+
+def _check_space(layout: CacheLayout, space: str) -> None:
+    if space not in layout.num_pages:
+        raise ArgumentError(f"space is {space!r}, wanted one of {sorted(layout.num_pages)}")
 
 
 def _check_form(shape: tuple[int, ...], is_integer: bool, dtype: str) -> None:

@@ -1,0 +1,66 @@
+"""Object keys: one function makes them for exists, put and get."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import ArgumentError
+from kvferry.layout import CacheLayout
+
+MAX_KEY_LENGTH = 1024
+"""Characters of a page key. Mooncake takes 4096 and more; a key travels with every call."""
+
+
+@dataclass(frozen=True)
+class KeyScheme:
+    """`namespace/fingerprint/share/page key/index space`.
+
+    Two page objects have one key only if their bytes mean the same: the fingerprint holds geometry,
+    model and parallel sizes, the share this rank's part.
+
+    Attributes:
+        namespace: keeps deployments that share a store apart; without a slash.
+        fingerprint: of the layout.
+        share: of the layout's identity.
+    """
+
+    namespace: str
+    fingerprint: str
+    share: str
+
+    def __post_init__(self) -> None:
+        if not self.namespace or "/" in self.namespace or "\0" in self.namespace:
+            raise ArgumentError(
+                f"namespace is {self.namespace!r}, wanted a non-empty string without a slash"
+            )
+
+    @classmethod
+    def of(cls, layout: CacheLayout, namespace: str) -> "KeyScheme":
+        """Return the scheme of a layout's objects."""
+        return cls(namespace, layout.fingerprint, layout.identity.share)
+
+    def object_keys(self, page_keys: Sequence[str], space: str) -> list[str]:
+        """Return the object keys of pages in one index space, in order."""
+        prefix, suffix = f"{self.namespace}/{self.fingerprint}/{self.share}/", f"/{space}"
+        return [prefix + page_key + suffix for page_key in page_keys]
+
+
+def check_page_keys(page_keys: Sequence[str]) -> list[str]:
+    """Return the keys as a list, each a string that occurs once.
+
+    Raises:
+        ArgumentError: one is not a string, is empty, too long, holds a NUL, or occurs twice.
+    """
+    if isinstance(page_keys, str):
+        raise ArgumentError("keys is one string, wanted a sequence of them")
+    keys = list(page_keys)
+    for index, key in enumerate(keys):
+        if not isinstance(key, str) or not 1 <= len(key) <= MAX_KEY_LENGTH or "\0" in key:
+            raise ArgumentError(
+                f"keys[{index}] is {key!r}, wanted a string of 1 .. {MAX_KEY_LENGTH} characters"
+            )
+    if len(set(keys)) != len(keys):
+        first: dict[str, int] = {}
+        for index, key in enumerate(keys):
+            if first.setdefault(key, index) != index:
+                raise ArgumentError(f"keys[{index}] repeats keys[{first[key]}]: {key!r}")
+    return keys

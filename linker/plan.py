@@ -1,0 +1,140 @@
+"""What a transfer will do, computed before any byte moves; its cost grows with pages alone."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.errors import ArgumentError
+from kvferry.kernels.page_ids import AnyIds, PageIds, host_page_ids
+from kvferry.layout import CacheLayout
+from kvferry.linker.keys import KeyScheme, check_page_keys
+
+OBJECT_ALIGN_BYTES = 64
+"""Objects in staging begin at multiples of this, so that kernels keep to 16-byte accesses."""
+
+SpaceIds = AnyIds | Mapping[str, AnyIds]
+"""Page ids for each key: of the only index space, or by index space."""
+
+
+@dataclass(frozen=True)
+class SpacePlan:
+    """One index space's pages of a transfer.
+
+    Attributes:
+        space: the index space.
+        keys: object keys `[num_pages]`.
+        page_ids: `[num_pages]`, checked, in host memory.
+        object_bytes: size of an object.
+        stride_bytes: from one object to the next in staging.
+    """
+
+    space: str
+    keys: list[str]
+    page_ids: NDArray[np.int64]
+    object_bytes: int
+    stride_bytes: int
+
+    def select(self, wanted: Sequence[bool]) -> "SpacePlan":
+        """Return the plan of those pages alone whose entry is true."""
+        if all(wanted):
+            return self
+        keys = [key for key, keep in zip(self.keys, wanted, strict=True) if keep]
+        page_ids = self.page_ids[np.asarray(wanted, dtype=bool)]
+        return SpacePlan(self.space, keys, page_ids, self.object_bytes, self.stride_bytes)
+
+    def parts(self, max_bytes: int) -> Iterator["SpacePlan"]:
+        """Cut into parts that take at most `max_bytes` of staging each, or one object."""
+        pages = max(1, max_bytes // self.stride_bytes)
+        for start in range(0, len(self.keys), pages):
+            end = start + pages
+            yield SpacePlan(
+                self.space,
+                self.keys[start:end],
+                self.page_ids[start:end],
+                self.object_bytes,
+                self.stride_bytes,
+            )
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of staging that the part takes."""
+        return len(self.keys) * self.stride_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its objects."""
+        return len(self.keys) * self.object_bytes
+
+    def addresses(self, base: int) -> list[int]:
+        """Return the objects' addresses, the first at `base`."""
+        return list(range(base, base + self.staging_bytes, self.stride_bytes))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The objects' sizes."""
+        return [self.object_bytes] * len(self.keys)
+
+
+def stride_bytes(layout: CacheLayout, space: str) -> int:
+    """Return the distance of whole objects in staging."""
+    return -(-layout.object_bytes[space] // OBJECT_ALIGN_BYTES) * OBJECT_ALIGN_BYTES
+
+
+def plan_transfer(
+    layout: CacheLayout, scheme: KeyScheme, keys: Sequence[str], page_ids: SpaceIds, *, unique: bool
+) -> tuple[SpacePlan, ...]:
+    """Check a transfer's arguments and return its plans, one per index space that has pages.
+
+    Args:
+        layout: bound to tensors.
+        scheme: makes the object keys.
+        keys: page keys, each once.
+        page_ids: for each index space, integers `[len(keys)]`; -1 where a key has no page there.
+            On a GPU they cost a device-to-host wait here: hand host ids where that matters.
+        unique: refuse page ids that occur twice (they are destinations).
+
+    Raises:
+        ArgumentError: an argument is wrong; nothing has happened.
+    """
+    checked = check_page_keys(keys)
+    plans = []
+    for space, ids in _by_space(layout, page_ids).items():
+        host = ids.on_device if isinstance(ids, PageIds) else ids
+        host = host.cpu() if isinstance(host, torch.Tensor) else host
+        row = np.asarray(host)
+        if row.ndim != 1 or len(row) != len(checked):
+            raise ArgumentError(
+                f"page_ids of {space!r} have shape {list(row.shape)}, wanted [{len(checked)}], one "
+                "for each key (-1 where it has no page)"
+            )
+        present = row != -1
+        some = checked
+        if not present.all():
+            some = [checked[index] for index in np.flatnonzero(present)]
+            row = row[present]
+        plans.append(
+            SpacePlan(
+                space,
+                scheme.object_keys(some, space),
+                host_page_ids(layout, space, row, unique=unique),
+                layout.object_bytes[space],
+                stride_bytes(layout, space),
+            )
+        )
+    return tuple(plan for plan in plans if plan.keys)
+
+
+def _by_space(layout: CacheLayout, page_ids: SpaceIds) -> dict[str, AnyIds]:
+    if isinstance(page_ids, Mapping):
+        unknown = [space for space in page_ids if space not in layout.object_bytes]
+        if unknown:
+            raise ArgumentError(f"page_ids name {unknown}, wanted index spaces {layout.spaces}")
+        return dict(page_ids)
+    if len(layout.spaces) != 1:
+        raise ArgumentError(
+            f"page_ids are of one index space, wanted a mapping with {layout.spaces}"
+        )
+    return {layout.spaces[0]: page_ids}

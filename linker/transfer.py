@@ -1,0 +1,249 @@
+"""One save or load in flight: its handle, its deadline, its result."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvferry.errors import TransferFailed
+from kvferry.linker.plan import SpacePlan
+from kvferry.linker.streams import Fence
+
+TOUCH_LIMIT_S = 60.0
+"""How long an expiring transfer waits for a running pack or unpack to end."""
+
+
+@dataclass
+class Timings:
+    """Where a transfer's time went, in microseconds.
+
+    Attributes:
+        plan_us: checking and planning, in the caller's thread.
+        queue_us: from there until the worker began.
+        staging_us: waiting for a span.
+        pack_us, unpack_us: the kernels' own time (a CPU: the torch reference's).
+        wire_us: in the store's put or get calls, with their checks.
+        lookup_us: asking which objects exist already (a save).
+        total_us: from the call until the result.
+    """
+
+    plan_us: float = 0.0
+    queue_us: float = 0.0
+    staging_us: float = 0.0
+    pack_us: float = 0.0
+    unpack_us: float = 0.0
+    wire_us: float = 0.0
+    lookup_us: float = 0.0
+    total_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """What a transfer did.
+
+    Attributes:
+        num_objects: page objects that moved.
+        num_bytes: their bytes.
+        num_existing: objects that a save found in the store and did not write again.
+        failures: object key to reason, for objects that a save could not store. Empty for a load:
+            one that misses an object fails as a whole.
+        timings: where the time went.
+    """
+
+    num_objects: int
+    num_bytes: int
+    num_existing: int
+    failures: dict[str, str]
+    timings: Timings
+
+
+@dataclass
+class Progress:
+    """A transfer's growing result; only its worker writes it."""
+
+    num_objects: int = 0
+    num_bytes: int = 0
+    num_existing: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def result(self, timings: Timings) -> TransferResult:
+        """Return what stands now."""
+        return TransferResult(
+            self.num_objects, self.num_bytes, self.num_existing, dict(self.failures), timings
+        )
+
+
+class Ended(Exception):
+    """The transfer is over (cancelled or expired): its worker must not touch pages any more.
+
+    Not an error: the worker's way out.
+    """
+
+
+class Transfer:
+    """Handle of a save or load. Made by `Linker`; safe from any thread.
+
+    Whoever waits enforces the deadline: past it, `done` and `result` fail the transfer, and its
+    pages are not touched again.
+
+    Attributes:
+        kind: `save` or `load`.
+        plans: what it moves.
+        caller: the point in the caller's stream that pages may be touched after.
+        deadline: `time.monotonic()` after which it has failed.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        plans: tuple[SpacePlan, ...],
+        caller: Fence,
+        timeout_s: float,
+        plan_us: float,
+    ) -> None:
+        self.kind = kind
+        self.plans = plans
+        self.caller = caller
+        self.timeout_s = timeout_s
+        self.timings = Timings(plan_us=plan_us)
+        self._began = time.monotonic()
+        self.deadline = self._began + timeout_s
+        self.progress = Progress()
+        self._changed = threading.Condition()
+        self._touching = threading.Lock()
+        self._last_touch = Fence()
+        self._result: TransferResult | None = None
+        self._error: TransferFailed | None = None
+        self._packed = False
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self._result else "in flight"
+        pages = {plan.space: len(plan.keys) for plan in self.plans}
+        return f"<Transfer {self.kind} of {pages} pages, {state}>"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, 0 once it has passed."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def done(self) -> bool:
+        """Whether there is a result or a failure. Never waits, unless the deadline just passed."""
+        if not self._is_over and self.left_s == 0:
+            self._give_up(f"{self.kind} not done within {self.timeout_s:g} s")
+        return self._is_over
+
+    def result(self, timeout_s: float | None = None) -> TransferResult:
+        """Wait for the end and return what was done.
+
+        After a load's result, its pages hold the loaded bytes for work on any stream. After a
+        failed load the pages that it was given are undefined, and must not be used.
+
+        Args:
+            timeout_s: how long to wait; until the transfer's own deadline by default.
+
+        Raises:
+            TransferFailed: the load missed an object, or the transfer was cancelled, ran past its
+                deadline, or could not work at all. `causes` says which object and why.
+            TimeoutError: `timeout_s` passed and the transfer is still in flight.
+        """
+        if not self._wait(lambda: self._is_over, timeout_s):
+            raise TimeoutError(f"{self.kind} still in flight after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def wait_packed(self, timeout_s: float | None = None) -> bool:
+        """Wait until a save has read its pages for good, so that they may be written again.
+
+        Returns:
+            Whether it has, within `timeout_s` (the deadline by default). True also once the
+            transfer has ended, in whatever way: an ended transfer touches no pages.
+        """
+        return self._wait(lambda: self._packed or self._is_over, timeout_s)
+
+    def cancel(self) -> bool:
+        """Give the transfer up. Once this returns, its pages are not touched any more.
+
+        Objects that were stored stay stored.
+
+        Returns:
+            False if it had ended already.
+        """
+        return self._give_up(f"{self.kind} was cancelled")
+
+    def _wait(self, is_true: Callable[[], bool], timeout_s: float | None) -> bool:
+        wait_s = self.left_s if timeout_s is None else min(timeout_s, self.left_s)
+        with self._changed:
+            self._changed.wait_for(is_true, wait_s)
+        return is_true() or self.done()
+
+    # What follows is for the worker.
+
+    @property
+    def age_us(self) -> float:
+        """Time since it was enqueued, in microseconds."""
+        return (time.monotonic() - self._began) * 1e6
+
+    @property
+    def _is_over(self) -> bool:
+        return self._result is not None or self._error is not None
+
+    @contextmanager
+    def touching_pages(self) -> Iterator[list[Fence]]:
+        """Guard a body that launches work on the pages, and puts the fence after it in the list.
+
+        Raises:
+            Ended: the transfer is over.
+        """
+        with self._touching:
+            if self._is_over:
+                raise Ended
+            fences: list[Fence] = []
+            yield fences
+            if fences:
+                self._last_touch = fences[-1]
+
+    def check_going(self) -> None:
+        """Fail the transfer if its deadline has passed.
+
+        Raises:
+            Ended: the transfer is over.
+        """
+        if self.done():
+            raise Ended
+
+    def mark_packed(self) -> None:
+        """Say that the pages have been read."""
+        with self._changed:
+            self._packed = True
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """End well, with the progress made."""
+        with self._changed:
+            if not self._is_over:
+                self.timings.total_us = self.age_us
+                self._result = self.progress.result(self.timings)
+            self._changed.notify_all()
+
+    def fail(self, error: TransferFailed) -> bool:
+        """End badly; False if it had ended already."""
+        with self._changed:
+            if self._is_over:
+                return False
+            self._error = error
+            self._changed.notify_all()
+            return True
+
+    def _give_up(self, reason: str) -> bool:
+        # Whatever the worker has launched on the pages ends first; it launches nothing after.
+        if not self._touching.acquire(timeout=TOUCH_LIMIT_S):
+            return self.fail(TransferFailed(f"{reason}, and its pages are still being touched"))
+        try:
+            if not self._last_touch.wait(TOUCH_LIMIT_S):
+                reason = f"{reason}, and its pages are still being touched"
+            return self.fail(TransferFailed(reason))
+        finally:
+            self._touching.release()

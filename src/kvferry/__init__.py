@@ -1,0 +1,65 @@
+"""kvferry: KV-cache pages as whole objects, packed by Triton kernels, carried by Mooncake.
+
+The names below are the public face. Each is imported when it is first used, so that a program that
+needs one part (a store's owner, say) does not pay for torch or Triton.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.kernels.pack import Packer
+    from kvferry.kernels.page_ids import PageIds
+    from kvferry.layout import CacheLayout, ModelIdentity, PoolTensors
+    from kvferry.linker.linker import Linker, LinkerConfig
+    from kvferry.linker.master import LocalMaster
+    from kvferry.linker.mooncake import MooncakeStore
+    from kvferry.linker.mooncake_config import MooncakeConfig
+    from kvferry.linker.owner import LocalOwner
+    from kvferry.linker.staging import StagingBuffer
+    from kvferry.linker.transfer import Transfer, TransferResult
+    from kvferry.restore import restorable
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CacheLayout": "layout",
+    "Linker": "linker.linker",
+    "LinkerConfig": "linker.linker",
+    "LocalMaster": "linker.master",
+    "LocalOwner": "linker.owner",
+    "ModelIdentity": "layout",
+    "MooncakeConfig": "linker.mooncake_config",
+    "MooncakeStore": "linker.mooncake",
+    "Packer": "kernels.pack",
+    "PageIds": "kernels.page_ids",
+    "PoolTensors": "layout",
+    "StagingBuffer": "linker.staging",
+    "Transfer": "linker.transfer",
+    "TransferResult": "linker.transfer",
+    "restorable": "restore",
+}
+
+__all__ = [
+    "CacheLayout",
+    "Linker",
+    "LinkerConfig",
+    "LocalMaster",
+    "LocalOwner",
+    "ModelIdentity",
+    "MooncakeConfig",
+    "MooncakeStore",
+    "Packer",
+    "PageIds",
+    "PoolTensors",
+    "StagingBuffer",
+    "Transfer",
+    "TransferResult",
+    "restorable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
+    return getattr(import_module(f"kvferry.{_HOMES[name]}"), name)

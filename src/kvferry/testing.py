@@ -1,0 +1,156 @@
+"""Pools with telling bytes: every 8 bytes tell their pool, layer, page and place.
+
+For kvferry's own tests and demo, and for whoever tests an adapter: a byte that lands one page, one
+layer or one word off shows as a difference, whatever the layout. The bytes run through all bit
+patterns, NaNs with payloads and negative zeros among them, and are written and compared as
+integers by torch's own indexing, never by the code under test.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kvferry.errors import ArgumentError
+from kvferry.layout import Buffer, CacheLayout, Pool, dtype_named
+
+POISON = 0xA5
+"""What `make_tensors` fills pools with, so that a byte nobody wrote shows."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def make_tensors(
+    layout: CacheLayout, num_pages: int | Mapping[str, int], device: torch.device | str = "cpu"
+) -> dict[str, dict[int, torch.Tensor]]:
+    """Return poisoned tensors for every pool of a layout, ready for `layout.bind`.
+
+    Args:
+        layout: bound or not.
+        num_pages: pages of every pool, or by index space.
+        device: where to allocate.
+    """
+    tensors: dict[str, dict[int, torch.Tensor]] = {}
+    for pool in layout.pools:
+        pages = num_pages if isinstance(num_pages, int) else num_pages[pool.space]
+        rows = pages * (layout.page_size if pool.rows == "token" else 1)
+        row_bytes = pool.page_bytes // (layout.page_size if pool.rows == "token" else 1)
+        tensors[pool.name] = {
+            layer_id: torch.full((rows * row_bytes,), POISON, dtype=torch.uint8, device=device)
+            .view(dtype_named(pool.dtype, pool.name))
+            .view(rows, *pool.row_shape)
+            for layer_id in pool.layer_ids
+        }
+    return tensors
+
+
+def telling_bytes(salt: int, tags: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """Return uint8 `[len(tags), num_bytes]`: mixed 64-bit words, unique by salt, tag and place.
+
+    Args:
+        salt: tells buffers apart.
+        tags: int64 `[num_pages]`, tells pages apart.
+        num_bytes: bytes of a page.
+    """
+    num_words = -(-num_bytes // 8)
+    words = torch.arange(num_words, device=tags.device)
+    mixed = (tags[:, None] * 0x9E3779B97F4A7C1 + salt * 0x2545F4914F6CDD1D % (1 << 62)) ^ (
+        words[None, :] * 0x14D049BB133111EB
+    )
+    mixed = (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * 0x3F58476D1CE4E5B9
+    mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+    return mixed.view(torch.uint8)[:, :num_bytes]
+
+
+def pages_of(pool: Pool, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a pool's tensor as integers, a view `[num_pages, *page dimensions in memory order]`.
+
+    Flattened, a page has the bytes that its object has.
+    """
+    whole = tensor.view(_INTEGERS[tensor.element_size()])
+    if pool.rows == "token":
+        page_size = pool.page_shape[0]
+        num_pages = tensor.shape[0] // page_size
+        row = whole.stride()
+        whole = whole.as_strided(
+            (num_pages, page_size, *whole.shape[1:]),
+            (row[0] * page_size, *row),
+            whole.storage_offset(),
+        )
+    flat = [dim for dim in range(len(pool.page_shape)) if dim not in pool.order]
+    return whole.permute(0, *(1 + dim for dim in (*flat, *pool.order)))
+
+
+def write_telling(
+    layout: CacheLayout, space: str, page_ids: Sequence[int], tags: Sequence[int]
+) -> None:
+    """Fill pages of every buffer of a space with the telling bytes of `tags`, one per page."""
+    ids = torch.tensor(page_ids, dtype=torch.int64, device=layout.device)
+    for salt, buffer, pages in _buffers(layout, space):
+        wanted = telling_bytes(salt, _tags(layout, tags), buffer.pool.page_bytes)
+        pages[ids] = wanted.contiguous().view(pages.dtype).view(len(ids), *pages.shape[1:])
+
+
+def check_telling(
+    layout: CacheLayout, space: str, page_ids: Sequence[int], tags: Sequence[int]
+) -> None:
+    """Compare pages with the telling bytes of `tags`, byte for byte.
+
+    Raises:
+        AssertionError: they differ; says how many bytes, and where the first one is.
+    """
+    ids = torch.tensor(page_ids, dtype=torch.int64, device=layout.device)
+    for salt, buffer, pages in _buffers(layout, space):
+        wanted = telling_bytes(salt, _tags(layout, tags), buffer.pool.page_bytes)
+        got = pages[ids].reshape(len(ids), -1).view(torch.uint8)
+        _compare(got, wanted, f"{buffer.pool.name!r} layer {buffer.layer_id}", page_ids)
+
+
+def check_poison(layout: CacheLayout, space: str, written: Sequence[int]) -> None:
+    """Check that every page but `written` still holds the poison of `make_tensors`.
+
+    Raises:
+        AssertionError: one does not; says which.
+    """
+    others = [page for page in range(layout.num_pages[space]) if page not in set(written)]
+    ids = torch.tensor(others, dtype=torch.int64, device=layout.device)
+    for _, buffer, pages in _buffers(layout, space):
+        got = pages[ids].reshape(len(ids), -1).view(torch.uint8)
+        wanted = torch.full_like(got, POISON)
+        where = f"{buffer.pool.name!r} layer {buffer.layer_id}, untouched"
+        _compare(got, wanted, where, others)
+
+
+def object_bytes_of(layout: CacheLayout, space: str, tags: Sequence[int]) -> torch.Tensor:
+    """Return telling pages' objects, made without a pack: uint8 `[len(tags), object_bytes]`."""
+    parts = [
+        telling_bytes(salt, _tags(layout, tags), buffer.pool.page_bytes)
+        for salt, buffer, _ in _buffers(layout, space)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _tags(layout: CacheLayout, tags: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(tags, dtype=torch.int64, device=layout.device)
+
+
+def _buffers(layout: CacheLayout, space: str) -> list[tuple[int, Buffer, torch.Tensor]]:
+    if not layout.is_bound:
+        raise ArgumentError("layout is not bound to tensors, wanted a bound one")
+    names = [pool.name for pool in layout.pools]
+    row = []
+    for buffer in layout.buffers[space]:
+        assert buffer.tensor is not None
+        salt = names.index(buffer.pool.name) * 10007 + buffer.layer_id + 1
+        row.append((salt, buffer, pages_of(buffer.pool, buffer.tensor)))
+    return row
+
+
+def _compare(got: torch.Tensor, wanted: torch.Tensor, where: str, page_ids: Sequence[int]) -> None:
+    if torch.equal(got, wanted):
+        return
+    page, byte = (int(index) for index in (got != wanted).nonzero()[0])
+    raise AssertionError(
+        f"pool {where}: {int((got != wanted).sum())} of {got.numel()} bytes differ, the first in "
+        f"page {page_ids[page]} at byte {byte}: got {int(got[page, byte]):#04x}, wanted "
+        f"{int(wanted[page, byte]):#04x}"
+    )
