@@ -90,6 +90,14 @@ def write_telling(
         pages[ids] = wanted.contiguous().view(pages.dtype).view(len(ids), *pages.shape[1:])
 
 
+def poison(layout: CacheLayout) -> None:
+    """Fill every page of a bound layout with `POISON`; bytes outside the pages stay."""
+    for space in layout.spaces:
+        for _, _, pages in _buffers(layout, space):
+            byte = torch.full((pages.element_size(),), POISON, dtype=torch.uint8)
+            pages.fill_(byte.view(pages.dtype).item())
+
+
 def check_telling(
     layout: CacheLayout, space: str, page_ids: Sequence[int], tags: Sequence[int]
 ) -> None:
