@@ -1,0 +1,163 @@
+"""Every call to a Mooncake client passes here: gated, and its return codes looked at once."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvferry.errors import StoreError, StoreUnavailable
+from kvferry.linker import codes
+from kvferry.linker.gate import Breaker, Gate
+from kvferry.linker.regions import RegisteredRanges
+
+_SESSION_CALLS = (
+    "batch_put_session_start",
+    "batch_put_session_end",
+    "batch_put_session_revoke",
+    "batch_put_from_multi_buffer_ranges",
+    "batch_get_session_start",
+    "batch_get_session_end",
+    "batch_get_into_multi_buffer_ranges",
+)
+
+
+class Calls:
+    """A Mooncake client's calls, one list of codes per list of keys, addresses checked.
+
+    Calls in flight are counted, since Mooncake crashes when it is called during or after its
+    `close`. Each method raises `StoreClosed` after the gate closed, `StoreUnavailable` in an
+    outage (and reports a new one to the breaker), and `StoreError` for an answer of the wrong
+    length. Lists are passed on whole: cutting them up is the caller's.
+    """
+
+    def __init__(self, client: Any, probe: Callable[[], bool], address: str) -> None:
+        """Wrap a client that was set up; `address` is the master's, for messages."""
+        self.client = client
+        self.gate = Gate()
+        self.breaker = Breaker(probe)
+        self.ranges = RegisteredRanges()
+        self._address = address
+
+    @property
+    def num_outages(self) -> int:
+        """Grows with every outage; sessions of before it are void."""
+        return self.breaker.num_outages
+
+    def check_addresses(
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        """Raise ArgumentError unless all ranges are registered memory."""
+        for key, address, size in zip(keys, addresses, sizes, strict=True):
+            self.ranges.check(key, address, size)
+
+    def check_sessions(self) -> None:
+        """Raise StoreError if the installed Mooncake has no session calls."""
+        absent = [name for name in _SESSION_CALLS if not hasattr(self.client, name)]
+        if absent:
+            raise StoreError(
+                f"the installed Mooncake has no {absent[0]}; sessions need a "
+                "mooncake-transfer-engine wheel 0.3.13 or newer"
+            )
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Ask for each key; an error answer is an outage, never «missing»."""
+        if not keys:
+            return []
+        answers = self._many("batch_is_exist", keys)
+        for answer in answers:
+            if answer < 0:
+                raise self._outage(answer)
+        return [answer == 1 for answer in answers]
+
+    def size_of(self, key: str) -> int:
+        """Return the object's size in bytes, or a negative code."""
+        with self.gate:
+            self.breaker.check()
+            size = int(self.client.get_size(key))
+        if size in codes.OUTAGE_CODES:
+            raise self._outage(size)
+        return size
+
+    def put(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Write whole objects; 0 does not mean stored."""
+        return self._many("batch_put_from", keys, list(addresses), list(sizes))
+
+    def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Read whole objects; byte counts, or negative codes."""
+        return self._many("batch_get_into", keys, list(addresses), list(sizes))
+
+    def remove(self, keys: Sequence[str], force: bool) -> list[int]:
+        """Delete objects."""
+        return self._many("batch_remove", keys, force)
+
+    def put_start(self, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
+        """Reserve objects."""
+        return self._many("batch_put_session_start", keys, list(sizes))
+
+    def put_write(
+        self,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+    ) -> list[int]:
+        """Write one range per reserved object; byte counts, or negative codes."""
+        return self._many(
+            "batch_put_from_multi_buffer_ranges", keys, *_nested(addresses, sizes, offsets)
+        )
+
+    def put_end(self, keys: Sequence[str]) -> list[int]:
+        """Make reserved objects readable, holes and all."""
+        return self._many("batch_put_session_end", keys)
+
+    def put_revoke(self, keys: Sequence[str]) -> list[int]:
+        """Drop reserved objects, and this client's memory of them."""
+        return self._many("batch_put_session_revoke", keys)
+
+    def get_start(self, keys: Sequence[str]) -> list[int]:
+        """Look replicas up and lease the objects, again if they are held already."""
+        return self._many("batch_get_session_start", keys)
+
+    def get_read(
+        self,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+    ) -> list[int]:
+        """Read one range per held object; byte counts, or negative codes."""
+        return self._many(
+            "batch_get_into_multi_buffer_ranges", keys, *_nested(addresses, sizes, offsets)
+        )
+
+    def get_end(self, keys: Sequence[str]) -> None:
+        """Forget held objects; does not ask the master, so it works in an outage."""
+        if keys:
+            with self.gate:
+                self.client.batch_get_session_end(list(keys))
+
+    def _many(self, name: str, keys: Sequence[str], *arguments: Any) -> list[int]:
+        if not keys:
+            return []
+        begin_s = time.monotonic()
+        with self.gate:
+            self.breaker.check()
+            answers: list[int] = getattr(self.client, name)(list(keys), *arguments)
+        if len(answers) != len(keys):
+            raise StoreError(
+                f"{name} answered {len(answers)} codes for {len(keys)} keys: Mooncake's client is "
+                "not set up, or was closed behind this store's back"
+            )
+        for code in answers:
+            if code < 0 and code in codes.OUTAGE_CODES:
+                raise self._outage(code, f"{name} after {time.monotonic() - begin_s:.1f} s")
+        return answers
+
+    def _outage(self, code: int, where: str = "") -> StoreUnavailable:
+        name = codes.code_name(code)
+        reason = f"Mooncake's master at {self._address} does not answer ({where or 'call'}: {name})"
+        self.breaker.open(reason)
+        return StoreUnavailable(reason, code=code, code_name=name)
+
+
+def _nested(*lists: Sequence[int]) -> list[list[list[int]]]:
+    return [[[value] for value in values] for values in lists]

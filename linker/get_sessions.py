@@ -1,0 +1,235 @@
+"""Get sessions on Mooncake: objects held readable while ranges of them are fetched."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from kvferry.errors import ArgumentError, StoreClosed, StoreError
+from kvferry.linker import codes
+from kvferry.linker.arguments import check_keys, check_sizes, split
+from kvferry.linker.calls import Calls
+from kvferry.linker.gate import Gate
+from kvferry.linker.store import ObjectResult, Outcome
+
+_DRAIN_TIMEOUT_S = 90.0  # longer than Mooncake's own bound on a transfer, 60 s
+_NEVER_S = float("-inf")
+
+_FETCHED = ObjectResult(Outcome.FETCHED)
+_EXPIRED = ObjectResult(Outcome.LEASE_EXPIRED, codes.code_name(codes.LEASE_EXPIRED))
+
+
+@dataclass
+class _Held:
+    num_holders: int = 0
+    leased_s: float = _NEVER_S  # when the last (re)start of its lease was asked for
+    num_outages: int = -1
+
+
+class GetBook:
+    """Who holds which key: Mooncake keeps one entry per key and client, so its end is counted."""
+
+    def __init__(
+        self, calls: Calls, *, lease_ttl_s: float, max_call_bytes: int, max_call_objects: int
+    ) -> None:
+        self.calls = calls
+        self.lease_ttl_s = lease_ttl_s
+        self.max_call_bytes = max_call_bytes
+        self.max_call_objects = max_call_objects
+        # Held over the calls too: an end that overtakes a start would end the newcomer's entry.
+        self._lock = threading.Lock()
+        self._held: dict[str, _Held] = {}
+
+    def start(self, keys: Sequence[str]) -> dict[str, ObjectResult]:
+        """Lease keys and count one more holder for each that came FETCHED."""
+        with self._lock:
+            results: dict[str, ObjectResult] = {}
+            try:
+                for first in range(0, len(keys), self.max_call_objects):
+                    results.update(self._lease(keys[first : first + self.max_call_objects]))
+            except StoreError:
+                self._end_unheld(list(results))
+                raise
+            for key, result in results.items():
+                if result.outcome is Outcome.FETCHED:
+                    self._held[key].num_holders += 1
+            self._end_unheld(list(results))
+            return results
+
+    def fresh(self, keys: Sequence[str]) -> tuple[dict[str, ObjectResult], float]:
+        """Renew the leases older than half their time, or from before an outage.
+
+        Returns:
+            The keys that could not be renewed, with the reason, and when the oldest of the other
+            leases was asked for (monotonic clock, seconds).
+        """
+        num_outages = self.calls.num_outages
+        with self._lock:
+            if any(key not in self._held for key in keys):  # drained
+                raise StoreClosed("the store is closed")
+            oldest_s = time.monotonic() - self.lease_ttl_s / 2
+            old = [
+                key
+                for key in keys
+                if self._held[key].leased_s < oldest_s or self._held[key].num_outages != num_outages
+            ]
+            renewed = self._lease(old)
+            failed = {
+                key: result
+                for key, result in renewed.items()
+                if result.outcome is not Outcome.FETCHED
+            }
+            leased_s = [self._held[key].leased_s for key in keys if key not in failed]
+        return failed, min(leased_s, default=_NEVER_S)
+
+    def dropped(self, key: str) -> None:
+        """Note that Mooncake has let go of a key, so that the next read leases it anew."""
+        with self._lock:
+            if key in self._held:
+                self._held[key].leased_s = _NEVER_S
+
+    def end(self, keys: Sequence[str]) -> None:
+        """Count one holder less for each key; the last one's going ends Mooncake's entry."""
+        with self._lock:
+            for key in keys:
+                if key in self._held:  # not so after drain()
+                    self._held[key].num_holders -= 1
+            self._end_unheld(list(keys))
+
+    def drain(self) -> list[str]:
+        """Return all held keys, and forget them: the client is about to close."""
+        with self._lock:
+            keys = sorted(self._held)
+            self._held.clear()
+        return keys
+
+    def _lease(self, keys: Sequence[str]) -> dict[str, ObjectResult]:
+        num_outages = self.calls.num_outages
+        leased_s = time.monotonic()  # before the master's own clock starts
+        results: dict[str, ObjectResult] = {}
+        for key, code in zip(keys, self.calls.get_start(keys), strict=True):
+            held = self._held.setdefault(key, _Held())
+            if code == 0:
+                held.leased_s, held.num_outages = leased_s, num_outages
+                results[key] = _FETCHED
+            else:
+                held.leased_s = _NEVER_S
+                results[key] = codes.failure(code)
+        return results
+
+    def _end_unheld(self, keys: list[str]) -> None:
+        unheld = [key for key in keys if key in self._held and self._held[key].num_holders == 0]
+        for key in unheld:
+            del self._held[key]
+        with contextlib.suppress(StoreClosed):  # the client's close lets everything go
+            self.calls.get_end(unheld)
+
+
+class MooncakeGetSession:
+    """A get session; see `kvferry.linker.store.GetSession`. Methods may run on any thread."""
+
+    def __init__(self, book: GetBook, keys: Sequence[str]) -> None:
+        """Lease the objects; errors as `Store.get_session`."""
+        check_keys(keys)
+        self._book = book
+        self._started = book.start(keys)
+        self._open = {
+            key for key, result in self._started.items() if result.outcome is Outcome.FETCHED
+        }
+        self._reads = Gate(lambda: StoreError("the get session was closed"))
+        self._ending = threading.Lock()
+
+    def start_results(self) -> list[ObjectResult]:
+        """Return, per key, what the start said; see `GetSession`."""
+        return list(self._started.values())
+
+    def read(
+        self,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+    ) -> list[ObjectResult]:
+        """Fetch one range per key: FETCHED, MISSING, WRONG_SIZE, LEASE_EXPIRED or FAILED.
+
+        Leases are renewed on the way, so a session may live longer than one. Only FETCHED bytes
+        may be used.
+
+        Raises:
+            ArgumentError: a key is not open here, memory is not registered; nothing was read.
+            StoreError: the session was closed.
+        """
+        check_keys(keys, addresses=addresses, sizes=sizes, offsets=offsets)
+        check_sizes(keys, sizes)
+        for key, offset in zip(keys, offsets, strict=True):
+            if key not in self._open:
+                raise ArgumentError(f"key {key!r} is not open in this session")
+            if offset < 0:
+                raise ArgumentError(f"key {key!r}: offset is {offset}, wanted 0 or more")
+        self._book.calls.check_addresses(keys, addresses, sizes)
+        results: list[ObjectResult] = []
+        with self._reads:
+            for part in split(sizes, self._book.max_call_bytes, self._book.max_call_objects):
+                results += self._read_part(keys[part], addresses[part], sizes[part], offsets[part])
+        return results
+
+    def close(self) -> None:
+        """Let the objects go, once reads in flight are through (at most 90 s)."""
+        with self._ending:
+            num_reads = self._reads.close(_DRAIN_TIMEOUT_S)
+            if num_reads:
+                raise StoreError(f"{num_reads} reads of the get session do not come to an end")
+            self._book.end(sorted(self._open))
+            self._open.clear()
+
+    def __enter__(self) -> "MooncakeGetSession":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _read_part(
+        self,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+    ) -> list[ObjectResult]:
+        num_outages = self._book.calls.num_outages
+        failed, leased_s = self._book.fresh(keys)
+        ready = [index for index, key in enumerate(keys) if key not in failed]
+        answers = self._book.calls.get_read(
+            [keys[index] for index in ready],
+            [addresses[index] for index in ready],
+            [sizes[index] for index in ready],
+            [offsets[index] for index in ready],
+        )
+        in_time = (
+            time.monotonic() - leased_s < self._book.lease_ttl_s
+            and self._book.calls.num_outages == num_outages
+        )
+        results = dict(failed)
+        for index, answer in zip(ready, answers, strict=True):
+            results[keys[index]] = self._read_result(
+                keys[index], answer, sizes[index], offsets[index], in_time
+            )
+        return [results[key] for key in keys]
+
+    def _read_result(
+        self, key: str, answer: int, size: int, offset: int, in_time: bool
+    ) -> ObjectResult:
+        if answer == size:
+            return _FETCHED if in_time else _EXPIRED
+        if answer >= 0:
+            return ObjectResult(Outcome.WRONG_SIZE)
+        self._book.dropped(key)
+        if answer == codes.INVALID_PARAMS and 0 <= self._book.calls.size_of(key) < offset + size:
+            return ObjectResult(Outcome.WRONG_SIZE, codes.code_name(answer))
+        return codes.failure(answer)

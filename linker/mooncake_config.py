@@ -1,0 +1,115 @@
+"""What a Mooncake client is to be: addresses, transport, memory, limits."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.errors import ArgumentError
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+_ENVIRONMENT = {
+    "MOONCAKE_MASTER": "master_address",
+    "MOONCAKE_PROTOCOL": "protocol",
+    "MOONCAKE_DEVICE": "device_name",
+    "MOONCAKE_LOCAL_HOSTNAME": "local_hostname",
+    "MOONCAKE_TE_META_DATA_SERVER": "metadata",
+}
+
+
+@dataclass(frozen=True)
+class MooncakeConfig:
+    """How to reach Mooncake, and the limits that keep every call inside its lease.
+
+    Attributes:
+        master_address: `host:port` of the master, or the address of an HA backend.
+        local_hostname: a name of this host that the other hosts can reach.
+        metadata: `P2PHANDSHAKE`, or the metadata server's address; the same on all clients.
+        protocol: `tcp`, `rdma`, or another transport that the installed wheel knows.
+        device_name: RDMA devices, comma separated; empty lets Mooncake choose.
+        segment_bytes: memory that this process lends to the store. Its objects go when the process
+            goes, so prefer owners in processes of their own.
+        local_buffer_bytes: Mooncake's own copy buffer; kvferry makes only calls without copies,
+            which need none.
+        lease_ttl_s: the master's `default_kv_lease_ttl`, or less; never more than the master's.
+        max_call_bytes: a longer list of objects is split into several calls.
+        max_call_objects: likewise, by their number.
+        session_max_age_s: how long a put session may be written and ended. The master lets another
+            writer take over after its `put_start_discard_timeout_sec` (30 s): stay well below.
+        rpc_timeout_s: how long one request to a master that is frozen may block. Applies to the
+            whole process, and only where MC_RPC_TIMEOUT_MS is not set yet.
+    """
+
+    master_address: str
+    local_hostname: str = "127.0.0.1"
+    metadata: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device_name: str = ""
+    segment_bytes: int = 0
+    local_buffer_bytes: int = 0
+    lease_ttl_s: float = 10.0
+    max_call_bytes: int = 256 << 20
+    max_call_objects: int = 1000
+    session_max_age_s: float = 20.0
+    rpc_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("master_address", "local_hostname", "metadata", "protocol"):
+            if not getattr(self, name).strip():
+                raise ArgumentError(f"{name} is empty")
+        if "://" not in self.master_address:
+            self.master_endpoint()
+        for name in ("segment_bytes", "local_buffer_bytes"):
+            if getattr(self, name) < 0:
+                raise ArgumentError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in (
+            "lease_ttl_s",
+            "max_call_bytes",
+            "max_call_objects",
+            "session_max_age_s",
+            "rpc_timeout_s",
+        ):
+            if getattr(self, name) <= 0:
+                raise ArgumentError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.protocol == "rdma":
+            self._check_rdma()
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "MooncakeConfig":
+        """Read MOONCAKE_MASTER, _PROTOCOL, _DEVICE, _LOCAL_HOSTNAME and _TE_META_DATA_SERVER.
+
+        Args:
+            environment: instead of `os.environ`. Only MOONCAKE_MASTER is required; an empty
+                variable counts as unset.
+        """
+        source = os.environ if environment is None else environment
+        values = {
+            field: source[variable]
+            for variable, field in _ENVIRONMENT.items()
+            if source.get(variable)
+        }
+        if "master_address" not in values:
+            raise ArgumentError("MOONCAKE_MASTER is not set; it wants the master's host:port")
+        return cls(**values)  # type: ignore[arg-type]
+
+    def master_endpoint(self) -> tuple[str, int] | None:
+        """Return the master's host and port; None when an HA backend's address is configured."""
+        if "://" in self.master_address:
+            return None
+        host, colon, port = self.master_address.rpartition(":")
+        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ArgumentError(f"master_address must be host:port, got {self.master_address!r}")
+        return host.strip("[]"), int(port)
+
+    def _check_rdma(self) -> None:
+        # Mooncake falls back to TCP without a word, and everything is slow for no visible reason.
+        present = sorted(d.name for d in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
+        if not present:
+            raise ArgumentError(
+                f"protocol is 'rdma', and {_RDMA_DEVICES} shows no RDMA device here; load the "
+                "driver, or ask for protocol 'tcp'"
+            )
+        absent = [name for name in self.device_name.split(",") if name and name not in present]
+        if absent:
+            raise ArgumentError(f"device_name {absent} not among the RDMA devices here: {present}")

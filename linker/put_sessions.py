@@ -1,0 +1,191 @@
+"""Put sessions on Mooncake: objects written in ranges that become readable whole or never."""
+
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from kvferry.errors import ArgumentError, StoreError
+from kvferry.linker import codes
+from kvferry.linker.arguments import check_keys, check_sizes, split
+from kvferry.linker.coverage import Coverage
+from kvferry.linker.gate import Gate
+from kvferry.linker.put_book import PutBook
+from kvferry.linker.store import ObjectResult, Outcome
+
+_DRAIN_TIMEOUT_S = 90.0  # longer than Mooncake's own bound on a transfer, 60 s
+
+_STORED = ObjectResult(Outcome.STORED)
+_TOO_OLD = ObjectResult(Outcome.FAILED, "SESSION_TOO_OLD")
+_LOST = ObjectResult(Outcome.FAILED, "SESSION_LOST")
+_INCOMPLETE = ObjectResult(Outcome.FAILED, "INCOMPLETE")
+_REVOKED = ObjectResult(Outcome.FAILED, "REVOKED")
+
+
+class MooncakePutSession:
+    """A put session; see `kvferry.linker.store.PutSession`. Methods may run on any thread.
+
+    Own code names besides Mooncake's: `SESSION_TOO_OLD`, `SESSION_LOST` (the master was away since
+    the start, and may have given the memory to others), `INCOMPLETE`, `REVOKED`.
+    """
+
+    def __init__(
+        self,
+        book: PutBook,
+        keys: Sequence[str],
+        sizes: Sequence[int],
+    ) -> None:
+        """Open the objects; errors as `Store.put_session`."""
+        check_keys(keys, sizes=sizes)
+        check_sizes(keys, sizes)
+        size_of = dict(zip(keys, sizes, strict=True))
+        self._book = book
+        self._started_s = time.monotonic()  # before the master's own clock starts
+        self._num_outages = book.calls.num_outages
+        self._started = book.start(size_of)
+        self._coverage = {
+            key: Coverage(size_of[key])
+            for key, result in self._started.items()
+            if result.outcome is Outcome.STORED
+        }
+        self._lock = threading.Lock()  # of the coverages
+        self._writes = Gate(lambda: StoreError("the put session was finished or aborted"))
+        self._ending = threading.Lock()
+        self._finals: dict[str, ObjectResult] | None = None
+
+    def start_results(self) -> list[ObjectResult]:
+        """Return, per key, what the start said; see `PutSession`."""
+        return list(self._started.values())
+
+    def write(
+        self,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+    ) -> list[ObjectResult]:
+        """Write one range per key; a range that failed may be written again.
+
+        Raises:
+            ArgumentError: a key is not open here, a range is outside its object or overlaps
+                another, memory is not registered; nothing was written.
+            StoreError: the session has ended.
+        """
+        check_keys(keys, addresses=addresses, sizes=sizes, offsets=offsets)
+        check_sizes(keys, sizes)
+        self._book.calls.check_addresses(keys, addresses, sizes)
+        with self._writes:
+            self._claim(keys, sizes, offsets)
+            results: list[ObjectResult] = []
+            try:
+                for part in split(sizes, self._book.max_call_bytes, self._book.max_call_objects):
+                    reason = self._unfit()
+                    if reason is not None:
+                        results += [reason] * (part.stop - part.start)
+                        continue
+                    answers = self._book.calls.put_write(
+                        keys[part], addresses[part], sizes[part], offsets[part]
+                    )
+                    results += map(_write_result, answers, sizes[part])
+            finally:
+                self._settle(keys, sizes, offsets, results)
+        return results
+
+    def finish(self) -> list[ObjectResult]:
+        """End what is whole and in time, revoke the rest; repeating it gives the same results.
+
+        Waits for writes in flight, at most 90 s.
+        """
+        with self._ending:
+            if self._finals is None:
+                self._wait_for_writes()
+                self._finals = {**self._started, **dict.fromkeys(self._coverage, _REVOKED)}
+                self._finals.update(self._end_open())
+            return list(self._finals.values())
+
+    def abort(self) -> None:
+        """Revoke every object that is still open; in an outage that is done later."""
+        with self._ending:
+            if self._finals is None:
+                self._wait_for_writes()
+                self._finals = {**self._started, **dict.fromkeys(self._coverage, _REVOKED)}
+                self._book.revoke(list(self._coverage))
+
+    def __enter__(self) -> "MooncakePutSession":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    def _unfit(self) -> ObjectResult | None:
+        """Why no byte may be written or published any more; None while it may."""
+        if self._book.calls.num_outages != self._num_outages:
+            return _LOST
+        if time.monotonic() - self._started_s > self._book.max_age_s:
+            return _TOO_OLD
+        return None
+
+    def _claim(self, keys: Sequence[str], sizes: Sequence[int], offsets: Sequence[int]) -> None:
+        with self._lock:
+            for index, key in enumerate(keys):
+                try:
+                    if key not in self._coverage:
+                        raise ArgumentError("not open in this session; see start_results()")
+                    self._coverage[key].claim(offsets[index], sizes[index])
+                except ArgumentError as error:
+                    for taken, offset in zip(keys[:index], offsets[:index], strict=True):
+                        self._coverage[taken].give_back(offset)
+                    raise ArgumentError(f"key {key!r}: {error}") from None
+
+    def _settle(
+        self,
+        keys: Sequence[str],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        results: list[ObjectResult],
+    ) -> None:
+        with self._lock:
+            for index, key in enumerate(keys):
+                if index < len(results) and results[index].outcome is Outcome.STORED:
+                    self._coverage[key].written(sizes[index])
+                else:
+                    self._coverage[key].give_back(offsets[index])
+
+    def _wait_for_writes(self) -> None:
+        # Ending or revoking under a write would let its bytes land in somebody else's object.
+        num_writes = self._writes.close(_DRAIN_TIMEOUT_S)
+        if num_writes:
+            raise StoreError(f"{num_writes} writes of the put session do not come to an end")
+
+    def _end_open(self) -> dict[str, ObjectResult]:
+        reason = self._unfit()
+        whole = [key for key, coverage in self._coverage.items() if coverage.complete]
+        finals = {
+            key: reason or _INCOMPLETE
+            for key, coverage in self._coverage.items()
+            if reason or not coverage.complete
+        }
+        answers: dict[str, int] = {}
+        try:
+            if reason is None:
+                answers = self._book.end(whole)
+        except StoreError:
+            self._book.abandon(self._coverage)
+            raise
+        finals.update(
+            (key, _STORED if code == 0 else codes.failure(code)) for key, code in answers.items()
+        )
+        failed = [key for key, result in finals.items() if result.outcome is not Outcome.STORED]
+        self._book.revoke(failed)
+        return finals
+
+
+def _write_result(answer: int, size: int) -> ObjectResult:
+    if answer == size:
+        return _STORED
+    return codes.failure(answer) if answer < 0 else ObjectResult(Outcome.FAILED, "SHORT_WRITE")

@@ -1,0 +1,72 @@
+"""Fixtures that several test files share."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.linker.master import LocalMaster
+from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
+from kvferry.linker.owner import LocalOwner
+
+# ---- Mooncake: a real master and owner on loopback, shared by the whole run ----
+
+
+class Memory:
+    """Registered memory for a test: a numpy array, and the addresses of its parts."""
+
+    def __init__(self, store: MooncakeStore, num_bytes: int) -> None:
+        self.store = store
+        self.bytes = np.zeros(num_bytes, dtype=np.uint8)
+        store.register(self.address(0), num_bytes)
+
+    def address(self, offset: int) -> int:
+        return int(self.bytes.ctypes.data) + offset
+
+    def fill(self, seed: int) -> None:
+        self.bytes[:] = np.random.default_rng(seed).integers(
+            0, 256, self.bytes.size, dtype=np.uint8
+        )
+
+    def close(self) -> None:
+        if not self.store.closed:
+            self.store.unregister(self.address(0))
+
+
+@pytest.fixture(scope="session")
+def local_master() -> Iterator[LocalMaster]:
+    with LocalMaster() as master:
+        yield master
+
+
+@pytest.fixture(scope="session")
+def local_owner(local_master: LocalMaster) -> Iterator[LocalOwner]:
+    with LocalOwner(local_master.address, 256 << 20) as owner:
+        yield owner
+
+
+@pytest.fixture(scope="session")
+def mooncake_store(local_master: LocalMaster, local_owner: LocalOwner) -> Iterator[MooncakeStore]:
+    """A client that nobody closes or breaks; tests that do make their own."""
+    with MooncakeStore(MooncakeConfig(local_master.address)) as store:
+        yield store
+
+
+@pytest.fixture
+def make_memory() -> Iterator[Callable[[MooncakeStore, int], Memory]]:
+    """Register memory with a store for the time of one test."""
+    made: list[Memory] = []
+
+    def make(store: MooncakeStore, num_bytes: int) -> Memory:
+        made.append(Memory(store, num_bytes))
+        return made[-1]
+
+    yield make
+    for memory in made:
+        memory.close()
+
+
+@pytest.fixture
+def unique(request: pytest.FixtureRequest) -> Callable[[str], str]:
+    """Make keys that no other test uses."""
+    return lambda name: f"{request.node.nodeid}/{name}"
