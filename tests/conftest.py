@@ -1,13 +1,31 @@
 """Fixtures that several test files share."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import settings
+
+# Before any kernel is imported: without a GPU they run in Triton's interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from kvferry.linker.master import LocalMaster
 from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
 from kvferry.linker.owner import LocalOwner
+
+settings.register_profile("core", max_examples=200, deadline=None)
+settings.register_profile("deep", max_examples=2000, deadline=None)
+settings.load_profile(os.environ.get("KVFERRY_HYPOTHESIS", "core"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where pools are: the first GPU, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
 
 # ---- Mooncake: a real master and owner on loopback, shared by the whole run ----
 

@@ -33,9 +33,9 @@ def alive(pid):
 
 def wait_until(condition, timeout_s=8.0):
     deadline_s = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline_s:
+    while not condition():
+        assert time.monotonic() < deadline_s
         time.sleep(0.02)
-    assert condition()
 
 
 def connects(address):
