@@ -8,7 +8,7 @@ import triton.language as tl
 def divide(number, packed_divisor):
     """`number // d` for 0 <= number < 2**31, by the multiplier of `tables.divisor(d)`."""
     multiplier = packed_divisor.to(tl.uint32)
-    shift = (packed_divisor >> 32).to(tl.uint32)
+    shift = ((packed_divisor >> 32) - 1).to(tl.uint32)
     return (tl.umulhi(number.to(tl.uint32) * 2, multiplier) >> shift).to(tl.int32)
 
 

@@ -138,14 +138,16 @@ def layer_ranges(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def divisor(number: int) -> int:
-    """Return `multiplier | shift << 32`, by which a kernel divides by `number` without a division.
+    """Return `multiplier | (shift + 1) << 32`, by which `device.divide` divides by `number`.
 
     `n // number == umulhi(2 * n, multiplier) >> shift` holds for 0 <= n < 2**31 (Granlund and
-    Montgomery's round-up method, with one bit of n to spare).
+    Montgomery's round-up method, with one bit of n to spare). The shift is stored plus one, so that
+    every value needs 64 bits: Triton's interpreter keeps an argument of 32 bits in 32, whatever its
+    annotation.
     """
     shift = (number - 1).bit_length()
     multiplier = -(-(1 << (31 + shift)) // number)
-    return multiplier | shift << 32
+    return multiplier | (shift + 1) << 32
 
 
 class _Rows:

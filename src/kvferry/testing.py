@@ -109,7 +109,7 @@ def check_telling(
     ids = torch.tensor(page_ids, dtype=torch.int64, device=layout.device)
     for salt, buffer, pages in _buffers(layout, space):
         wanted = telling_bytes(salt, _tags(layout, tags), buffer.pool.page_bytes)
-        got = pages[ids].reshape(len(ids), -1).view(torch.uint8)
+        got = _rows(pages, ids)
         _compare(got, wanted, f"{buffer.pool.name!r} layer {buffer.layer_id}", page_ids)
 
 
@@ -122,7 +122,7 @@ def check_poison(layout: CacheLayout, space: str, written: Sequence[int]) -> Non
     others = [page for page in range(layout.num_pages[space]) if page not in set(written)]
     ids = torch.tensor(others, dtype=torch.int64, device=layout.device)
     for _, buffer, pages in _buffers(layout, space):
-        got = pages[ids].reshape(len(ids), -1).view(torch.uint8)
+        got = _rows(pages, ids)
         wanted = torch.full_like(got, POISON)
         where = f"{buffer.pool.name!r} layer {buffer.layer_id}, untouched"
         _compare(got, wanted, where, others)
@@ -135,6 +135,10 @@ def object_bytes_of(layout: CacheLayout, space: str, tags: Sequence[int]) -> tor
         for salt, buffer, _ in _buffers(layout, space)
     ]
     return torch.cat(parts, dim=1)
+
+
+def _rows(pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return pages[ids].reshape(len(ids), pages[0].numel()).view(torch.uint8)
 
 
 def _tags(layout: CacheLayout, tags: Sequence[int]) -> torch.Tensor:

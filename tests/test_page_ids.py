@@ -1,0 +1,77 @@
+"""Page ids: every wrong one is refused before anything is launched."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.errors import ArgumentError
+from kvferry.kernels.page_ids import PageIds
+from kvferry.layout import CacheLayout
+from kvferry.models import description
+from kvferry.testing import make_tensors
+
+
+@pytest.fixture(scope="module")
+def layout(device: torch.device) -> CacheLayout:
+    plain = CacheLayout.from_description(description("odd-bytes"))
+    return plain.bind(make_tensors(plain, 8, device))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [3, 0, 7],
+        np.array([3, 0, 7], dtype=np.int32),
+        np.array([3, 0, 7], dtype=np.uint8),
+        torch.tensor([3, 0, 7]),
+        torch.tensor([3, 0, 7], dtype=torch.int32),
+    ],
+)
+def test_any_integers_are_taken(layout: CacheLayout, ids: Any) -> None:
+    checked = PageIds.check(layout, "full", ids, unique=True)
+    assert checked.on_device.tolist() == [3, 0, 7]
+    assert checked.on_device.device == layout.device
+    assert len(checked) == 3
+    assert checked[1:].on_device.tolist() == [0, 7]
+    assert PageIds.check(layout, "full", checked, unique=True) is checked
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize(
+    ("ids", "unique", "words"),
+    [
+        (torch.tensor([0, 8]), False, ["8", "0 .. 7", "'full'"]),
+        (torch.tensor([-1, 2]), False, ["-1", "0 .. 7"]),
+        (torch.tensor([5, 2, 5]), True, ["5 twice"]),
+        (torch.tensor([[1, 2]]), False, ["[1, 2]", "[num_pages]"]),
+        (torch.tensor([1.0]), False, ["float32", "int32 or int64"]),
+    ],
+)
+def test_wrong_ids_are_refused(
+    layout: CacheLayout, where: str, ids: torch.Tensor, unique: bool, words: list[str]
+) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        PageIds.check(layout, "full", ids.to(layout.device) if where == "device" else ids,
+                      unique=unique)  # fmt: skip
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_other_spaces_and_devices_are_refused(layout: CacheLayout) -> None:
+    with pytest.raises(ArgumentError, match=r"space is 'swa', wanted one of \['full'\]"):
+        PageIds.check(layout, "swa", [1], unique=False)
+    with pytest.raises(ArgumentError, match="page_ids are on meta"):
+        PageIds.check(layout, "full", torch.empty(2, dtype=torch.int64, device="meta"),
+                      unique=False)  # fmt: skip
+
+
+def test_ids_are_copied_and_doubles_are_allowed_where_pages_are_read(layout: CacheLayout) -> None:
+    source = np.array([4, 4])
+    checked = PageIds.check(layout, "full", source, unique=False)
+    source[:] = 99
+    assert checked.on_device.tolist() == [4, 4]
+    with pytest.raises(ArgumentError, match="4 twice"):
+        PageIds.check(layout, "full", checked, unique=True)
+    assert len(PageIds.check(layout, "full", [], unique=True)) == 0
