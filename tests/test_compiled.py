@@ -1,0 +1,117 @@
+"""What the compiler makes of the kernels, and what a launch costs, without a GPU.
+
+Both run in processes of their own: the suite's kernels are interpreted, and these are compiled.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+COMPILED = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+def run(*command: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, *command], env=COMPILED, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = run("-m", "kvferry.tuning.compiled", "90", "100", "gfx942")
+    return rows
+
+
+def test_every_variant_compiles_for_every_target(compiled: list[dict[str, Any]]) -> None:
+    targets = [row["target"] for row in compiled]
+    assert {name: targets.count(name) for name in set(targets)} == {
+        "sm_90": 24,
+        "sm_100": 24,
+        "gfx942": 24,
+    }
+
+
+def test_payload_moves_at_full_width(compiled: list[dict[str, Any]]) -> None:
+    for row in compiled:
+        if row["target"].startswith("gfx"):
+            continue
+        width, wanted = str(row["access_bytes"]), row["payload_bytes_per_thread"]
+        where = f"{row['name']} on {row['target']}: {row['loads']} {row['stores']}"
+        # Every store is payload; loads are the payload's and, narrow, those of rows and page ids.
+        assert set(row["stores"]) == {width}, where
+        assert row["stores"][width] * int(width) == wanted, where
+        assert row["loads"][width] * int(width) >= wanted, where
+
+
+STUB = """
+import contextlib, json, time
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+calls = []
+
+class Launcher:
+    def __init__(self, source, metadata): pass
+    def __call__(self, *arguments): calls.append(arguments)
+
+class Utils:
+    def load_binary(self, *arguments): return (0, 0, 32, 0, 1024)
+    def get_device_properties(self, device): return {"max_shared_mem": 232448}
+
+class Driver(DriverBase):
+    launcher_cls, utils = Launcher, Utils()
+    def __init__(self): self.get_current_stream = lambda device: 77
+    @classmethod
+    def is_active(cls): return True
+    def map_python_to_cpp_type(self, name): return name
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+    def get_benchmarker(self): raise RuntimeError("no GPU")
+
+triton.runtime.driver.set_active(Driver())
+torch.cuda.device = lambda device: contextlib.nullcontext()
+
+from kvferry.kernels import handles
+from kvferry.kernels.tables import divisor
+from kvferry.kernels.tiles import _move_tiles_kernel as kernel
+
+device = torch.device("cuda", 0)
+big = 1 << 45
+for count in range(1, 1001):
+    arguments = (big + count, big + 2 * count, big, 48 * count, count, divisor(count), count)
+    handles.Launch(kernel, (count, 1), arguments, (16384, False, 8), 4).start(device)
+ours = calls[-1]
+kernel[(1000, 1)](*arguments, 16384, False, 8, num_warps=4)
+theirs = calls[-1]
+launch = handles.Launch(kernel, (1000, 1), arguments, (16384, False, 8), 4)
+begin = time.perf_counter()
+for _ in range(2000):
+    launch.start(device)
+print(json.dumps({
+    "handles": len(handles._handles),
+    "compiled": sum(len(cache[0]) for cache in kernel.device_caches.values()),
+    "ours": [*ours[:4], *ours[-10:]],
+    "theirs": [*theirs[:4], *theirs[-10:]],
+    "signature": handles._handles[next(iter(handles._handles))].src.signature,
+    "launch_us": (time.perf_counter() - begin) / 2000 * 1e6,
+}))
+"""
+
+
+def test_a_thousand_launches_compile_once_and_pass_what_triton_passes() -> None:
+    found = run("-c", STUB)
+    assert found["handles"] == 1
+    assert found["compiled"] == 1
+    assert found["ours"] == found["theirs"]
+    assert found["ours"][:4] == [1000, 1, 1, 77]
+    widths = [width for width in found["signature"].values() if width != "constexpr"]
+    assert widths == ["i64", "i64", "i64", "i64", "i32", "i64", "i64"]
+    assert found["launch_us"] < 100

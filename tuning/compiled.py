@@ -1,0 +1,147 @@
+"""Kernels compiled for GPUs that aren't here: what was generated, read without running it."""
+
+import json
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvferry.kernels.tiles import _move_tiles_kernel
+from kvferry.kernels.units import _move_units_kernel
+from kvferry.launch import DEFAULT_LAUNCH
+
+CUDA_ARCHES = (80, 90, 100, 120)
+AMD_ARCHES = ("gfx942", "gfx950")
+
+_ACCESS = re.compile(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with its compile-time constants, and what it may do at most.
+
+    Attributes:
+        name: as it is reported.
+        kernel: the `@triton.jit` function.
+        constants: its compile-time arguments.
+        num_warps: warps per program.
+        payload_bytes: what each program moves.
+        access_bytes: width of one payload access.
+    """
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    num_warps: int
+    payload_bytes: int
+    access_bytes: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came of one variant on one target.
+
+    Attributes:
+        name, target: which.
+        loads, stores: width in bytes to number of such accesses in a thread's code (CUDA's PTX).
+        payload_bytes_per_thread: what a thread should load, and store.
+        access_bytes: width that the payload should have.
+    """
+
+    name: str
+    target: str
+    loads: dict[int, int]
+    stores: dict[int, int]
+    payload_bytes_per_thread: int
+    access_bytes: int
+
+
+def variants() -> Iterator[Variant]:
+    """Yield every variant that the launchers use, with the default launch configuration."""
+    launch = DEFAULT_LAUNCH
+    for unpack in (False, True):
+        way = "unpack" if unpack else "pack"
+        for id_bytes in (4, 8):
+            yield Variant(
+                f"{way}_tiles_id{id_bytes}",
+                _move_tiles_kernel,
+                {"TILE_BYTES": launch.tile_bytes, "UNPACK": unpack, "ID_BYTES": id_bytes},
+                launch.tile_warps,
+                launch.tile_bytes,
+                16,
+            )
+            for unit_bytes in (16, 8, 4, 2, 1):
+                yield Variant(
+                    f"{way}_units{unit_bytes}_id{id_bytes}",
+                    _move_units_kernel,
+                    {
+                        "UNITS": launch.units_per_program,
+                        "UNIT_BYTES": unit_bytes,
+                        "UNPACK": unpack,
+                        "ID_BYTES": id_bytes,
+                    },
+                    launch.unit_warps,
+                    launch.units_per_program * unit_bytes,
+                    unit_bytes,
+                )
+
+
+def compile_for(variant: Variant, target: GPUTarget) -> Any:
+    """Compile a variant; needs no GPU, and no TRITON_INTERPRET in the environment.
+
+    Returns:
+        Triton's compiled kernel; `asm` holds the generated code.
+    """
+    signature = {
+        param.name: "constexpr" if param.name in variant.constants else _width(param)
+        for param in variant.kernel.params
+    }
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return triton.compile(source, target=target, options={"num_warps": variant.num_warps})
+
+
+def read_ptx(variant: Variant, arch: int) -> Compiled:
+    """Compile for a CUDA architecture and count the accesses in its PTX."""
+    compiled = compile_for(variant, GPUTarget("cuda", arch, 32))
+    counts: dict[str, Counter[int]] = {"ld": Counter(), "st": Counter()}
+    for kind, vector, bits in _ACCESS.findall(compiled.asm["ptx"]):
+        counts[kind][int(vector or 1) * int(bits) // 8] += 1
+    return Compiled(
+        variant.name,
+        f"sm_{arch}",
+        dict(counts["ld"]),
+        dict(counts["st"]),
+        variant.payload_bytes // (32 * variant.num_warps),
+        variant.access_bytes,
+    )
+
+
+def _width(param: Any) -> str:
+    return {"int64": "i64", "int32": "i32"}[str(param.annotation)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compile everything for `arguments` (sm numbers, or gfx names); print one JSON list."""
+    rows = []
+    for name in arguments:
+        for variant in variants():
+            if name.startswith("gfx"):
+                compile_for(variant, GPUTarget("hip", name, 64))
+                rows.append({"name": variant.name, "target": name})
+            else:
+                rows.append(asdict(read_ptx(variant, int(name))))
+    print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
