@@ -100,7 +100,7 @@ def compile_for(variant: Variant, target: GPUTarget) -> Any:
         Triton's compiled kernel; `asm` holds the generated code.
     """
     signature = {
-        param.name: "constexpr" if param.name in variant.constants else _width(param)
+        param.name: "constexpr" if param.name in variant.constants else param.annotation
         for param in variant.kernel.params
     }
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants)
@@ -123,10 +123,6 @@ def read_ptx(variant: Variant, arch: int) -> Compiled:
         variant.payload_bytes // (32 * variant.num_warps),
         variant.access_bytes,
     )
-
-
-def _width(param: Any) -> str:
-    return {"int64": "i64", "int32": "i32"}[str(param.annotation)]
 
 
 def main(arguments: Sequence[str]) -> int:
