@@ -1,5 +1,6 @@
 """The gate and the breaker, without Mooncake."""
 
+import itertools
 import threading
 import time
 
@@ -151,7 +152,7 @@ def test_pauses_between_probes_grow_to_a_bound():
     breaker = Breaker(probe, first_pause_s=0.02, longest_pause_s=0.08)
     breaker.open("away")
     wait_until(lambda: not breaker.is_open)
-    pauses_s = [after - before for before, after in zip(times_s, times_s[1:], strict=False)]
+    pauses_s = [after - before for before, after in itertools.pairwise(times_s)]
     for pause_s, least_s in zip(pauses_s, [0.02, 0.04, 0.08, 0.08, 0.08], strict=True):
         assert least_s <= pause_s < least_s + 0.5
 

@@ -391,21 +391,20 @@ def test_close_during_calls_does_not_crash(local_master, local_owner):
         import threading, time, numpy as np
         from kvferry.errors import StoreClosed
         from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
-        size, count = 4 << 20, 4
+        size, count = 32 << 20, 3
         store = MooncakeStore(MooncakeConfig({local_master.address!r}))
-        memory = np.ones(8 * count * size, dtype=np.uint8)
+        memory = np.ones(count * size, dtype=np.uint8)
         store.register(memory.ctypes.data, memory.nbytes)
         keys = [f"closing/{{index}}" for index in range(count)]
         places = [memory.ctypes.data + index * size for index in range(count)]
         store.put(keys, places, [size] * count)
         ends = []
         def get(worker):
-            mine = [place + worker * count * size for place in places]
             try:
                 with store.get_session(keys) as session:
                     while True:
-                        store.get(keys, mine, [size] * count)
-                        session.read(keys, mine, [size] * count, [0] * count)
+                        store.get(keys, places, [size] * count)
+                        session.read(keys, places, [size] * count, [0] * count)
             except StoreClosed:
                 ends.append("closed")
         def put(worker):
@@ -446,7 +445,7 @@ def test_nobody_at_the_masters_address():
 
 @pytest.mark.mooncake
 def test_refused_setup_names_the_code(local_master):
-    with pytest.raises(StoreError, match="pigeon.*INTERNAL_ERROR") as caught:
+    with pytest.raises(StoreError, match=r"pigeon.*INTERNAL_ERROR") as caught:
         MooncakeStore(MooncakeConfig(local_master.address, protocol="pigeon"))
     assert caught.value.code == -1
     assert caught.value.code_name == "INTERNAL_ERROR"

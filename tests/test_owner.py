@@ -91,7 +91,7 @@ def test_program_ends_clean_on_sigterm(local_master):
 @pytest.mark.mooncake
 def test_owner_without_master_says_why():
     owner = LocalOwner("127.0.0.1:1", 16 * MIB)
-    with pytest.raises(StoreError, match="nobody listens at master_address '127.0.0.1:1'"):
+    with pytest.raises(StoreError, match=r"nobody listens at master_address '127.0.0.1:1'"):
         owner.start()
     assert owner.log_path.exists()
     owner.log_path.unlink()

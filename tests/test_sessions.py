@@ -538,3 +538,18 @@ def test_read_that_outlasts_its_lease_is_void(short_store, make_memory, unique, 
             )
             assert outcomes(session.read([key], *lists)) == [Outcome.LEASE_EXPIRED]
         assert outcomes(session.read([key], *lists)) == [Outcome.FETCHED]
+
+
+@pytest.mark.mooncake
+def test_lease_shorter_than_configured_costs_one_read(
+    short_master, short_store, make_memory, unique
+):
+    key = unique("a")
+    with MooncakeStore(MooncakeConfig(short_master.address, lease_ttl_s=60.0)) as store:
+        memory = make_memory(store, KIB)
+        lists = ([memory.address(0)], [KIB], [0])
+        store.put([key], *lists[:2])
+        with store.get_session([key]) as session:
+            time.sleep(1.2)
+            assert outcomes(session.read([key], *lists)) == [Outcome.LEASE_EXPIRED]
+            assert outcomes(session.read([key], *lists)) == [Outcome.FETCHED]
