@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import random
+import secrets
 import socket
 import tempfile
 import time
@@ -76,9 +77,8 @@ class LocalMaster:
         self._start_timeout_s = start_timeout_s
         self._ports: tuple[int, int] | None = None  # RPC, metrics; fixed by the first good start
         self._child: Child | None = None
-        descriptor, name = tempfile.mkstemp(prefix="kvferry-master-", suffix=".log")
-        os.close(descriptor)
-        self.log_path = Path(name)
+        name = f"kvferry-master-{secrets.token_hex(6)}.log"
+        self.log_path = Path(tempfile.gettempdir()) / name
 
     @property
     def address(self) -> str:

@@ -104,7 +104,7 @@ class MooncakeStore:
     ) -> list[ObjectResult]:
         """Write whole objects.
 
-        Two lookups, before and after, cost about 0.1 ms each for up to 64 keys: Mooncake's own 0
+        Two lookups, before and after, cost 0.1 to 0.2 ms each for up to 64 keys: Mooncake's own 0
         says neither that these bytes were stored nor that any can be read. A key that another
         writer stored in between the two counts as STORED. An object that was written and evicted
         again before the second is FAILED with `OBJECT_NOT_FOUND`.

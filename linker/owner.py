@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import select
 import signal
 import stat
@@ -77,9 +78,8 @@ class LocalOwner:
         self._start_timeout_s = start_timeout_s
         self._child: Child | None = None
         self.warm_bytes = 0
-        descriptor, name = tempfile.mkstemp(prefix="kvferry-owner-", suffix=".log")
-        os.close(descriptor)
-        self.log_path = Path(name)
+        name = f"kvferry-owner-{secrets.token_hex(6)}.log"
+        self.log_path = Path(tempfile.gettempdir()) / name
 
     @property
     def running(self) -> bool:
