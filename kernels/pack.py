@@ -12,12 +12,13 @@ import torch
 from kvferry.errors import ArgumentError
 from kvferry.kernels.handles import Launch, is_interpreted
 from kvferry.kernels.page_ids import AnyIds, PageIds
-from kvferry.kernels.reference import PageView, pack_reference, page_views, unpack_reference
+from kvferry.kernels.reference import PageView, pack_reference, unpack_reference
 from kvferry.kernels.tables import Move, Tables, build_tables, layer_ranges
 from kvferry.kernels.tiles import _move_tiles_kernel, tile_launches
 from kvferry.kernels.units import unit_launches
 from kvferry.launch import DEFAULT_LAUNCH, LaunchConfig
 from kvferry.layout import CacheLayout
+from kvferry.segments import Segment
 
 BACKENDS = ("auto", "triton", "reference")
 
@@ -36,8 +37,25 @@ class Packer:
     """
 
     def __init__(
-        self, layout: CacheLayout, space: str, config: LaunchConfig = DEFAULT_LAUNCH
+        self,
+        layout: CacheLayout,
+        space: str,
+        config: LaunchConfig = DEFAULT_LAUNCH,
+        *,
+        segments: Sequence[Segment] | None = None,
     ) -> None:
+        """Describe the moves of one index space.
+
+        Args:
+            layout: bound to tensors.
+            space: one of its index spaces.
+            config: how the kernels are launched.
+            segments: what a move is made of, ascending by layer, where that is not whole pages in
+                the layout's own order: slices of heads or tokens, another layout's objects.
+
+        Raises:
+            ArgumentError: the layout is not bound, or has no such space.
+        """
         if layout.device is None:
             raise ArgumentError("layout is not bound to tensors: call layout.bind(tensors) first")
         if space not in layout.object_bytes:
@@ -46,6 +64,7 @@ class Packer:
         self.space = space
         self.device = layout.device
         self._config = config
+        self._segments = tuple(layout.segments(space) if segments is None else segments)
         self._tables: dict[int, Tables] = {}
         self._views: dict[tuple[tuple[int, int], ...], list[PageView]] = {}
 
@@ -227,7 +246,13 @@ class Packer:
     def _tables_for(self, object_align_bytes: int) -> Tables:
         tables = self._tables.get(object_align_bytes)
         if tables is None:
-            tables = build_tables(self.layout, self.space, object_align_bytes, self._config)
+            tables = build_tables(
+                self._segments,
+                self.layout.num_layers,
+                self.device,
+                object_align_bytes,
+                self._config,
+            )
             self._tables[object_align_bytes] = tables
         return tables
 
@@ -235,10 +260,9 @@ class Packer:
         views = self._views.get(ranges)
         if views is None:
             views = [
-                view
-                for buffer in self.layout.buffers[self.space]
-                if any(first <= buffer.layer_id < end for first, end in ranges)
-                for view in page_views(buffer)
+                PageView(segment)
+                for segment in self._segments
+                if any(first <= segment.layer_id < end for first, end in ranges)
             ]
             self._views[ranges] = views
         return views

@@ -4,19 +4,18 @@ A table depends on the pools' addresses and on how objects are aligned in memory
 of a transfer, so that a call ships page ids and nothing else.
 """
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from kvferry.errors import ArgumentError
 from kvferry.launch import LaunchConfig
-from kvferry.layout import Buffer, CacheLayout
-from kvferry.runs import Run
+from kvferry.segments import Segment
 
 TILE_COLUMNS = 4
-UNIT_COLUMNS = 8
+UNIT_COLUMNS = 9
 _TILE_ALIGN_BYTES = 128  # a cache line: two tiles of a run never share one
 
 
@@ -74,8 +73,9 @@ class Tables:
     """All that one index space needs: `tiles` for the page kernel, `units` for the short runs.
 
     `tiles` rows: address at page 0, page stride, offset in the object, bytes.
-    `units` rows, one per run: address at page 0, page stride, offset in the object, units in one
-    part, units in a page, pitch, and the multipliers of the two divisions (see `divisor`).
+    `units` rows, one per segment: address at page 0, page stride, offset in the object, units in
+    one part, units in a page, pitch in the pool, pitch in the object, and the multipliers of the
+    divisions by the two numbers of units (see `divisor`).
     """
 
     tiles: Table | None
@@ -83,45 +83,35 @@ class Tables:
 
 
 def build_tables(
-    layout: CacheLayout, space: str, object_align_bytes: int, config: LaunchConfig
+    segments: Sequence[Segment],
+    num_layers: int,
+    device: torch.device,
+    object_align_bytes: int,
+    config: LaunchConfig,
 ) -> Tables:
-    """Return the tables of one index space.
+    """Return the tables of a set of segments.
 
     Args:
-        layout: bound to tensors.
-        space: one of the layout's index spaces.
+        segments: what to move, ascending by layer.
+        num_layers: of the layout.
+        device: where the tables go.
         object_align_bytes: 16, 8, 4, 2 or 1: what divides every object's address.
-        config: tile size, and the length at which a run takes the page kernel.
-
-    Raises:
-        ArgumentError: the layout is not bound, or has no such space.
+        config: tile size, and the length at which a part takes the page kernel.
     """
-    if not layout.is_bound or layout.device is None:
-        raise ArgumentError("layout is not bound to tensors: call layout.bind(tensors) first")
-    tiles = _Rows(16)
-    units = {width: _Rows(width) for width in (16, 8, 4, 2, 1)}
-    buffers = {
-        layer_id: [buffer for buffer in layout.buffers[space] if buffer.layer_id == layer_id]
-        for layer_id in range(layout.num_layers)
-    }
-    for layer_id in range(layout.num_layers):
-        for rows in (tiles, *units.values()):
-            rows.layer_starts.append(len(rows.rows))
-        for buffer in buffers[layer_id]:
-            width = math.gcd(buffer.alignment_bytes, object_align_bytes)
-            offset = buffer.object_offset
-            for run in buffer.runs:
-                if width == 16 and run.length_bytes >= config.page_run_bytes:
-                    tiles.extend(_tile_rows(buffer, run, offset, config.tile_bytes))
-                else:
-                    units[width].append(_unit_row(buffer, run, offset, width))
-                offset += run.length_bytes * run.count
+    tiles = _Rows(16, num_layers)
+    units = {width: _Rows(width, num_layers) for width in (16, 8, 4, 2, 1)}
+    for segment in segments:
+        width = math.gcd(segment.alignment_bytes, object_align_bytes)
+        if width == 16 and segment.part_bytes >= config.page_run_bytes:
+            tiles.extend(segment.layer_id, _tile_rows(segment, config.tile_bytes))
+        else:
+            units[width].extend(segment.layer_id, [_unit_row(segment, width)])
     return Tables(
-        tiles.table(layout, 0),
+        tiles.table(device, 0),
         tuple(
             table
             for rows in units.values()
-            if (table := rows.table(layout, max((row[4] for row in rows.rows), default=0)))
+            if (table := rows.table(device, max((row[4] for row in rows.rows), default=0)))
         ),
     )
 
@@ -153,62 +143,60 @@ def divisor(number: int) -> int:
 class _Rows:
     """A table in the making."""
 
-    def __init__(self, unit_bytes: int) -> None:
+    def __init__(self, unit_bytes: int, num_layers: int) -> None:
         self.unit_bytes = unit_bytes
+        self.num_layers = num_layers
         self.rows: list[tuple[int, ...]] = []
-        self.layer_starts: list[int] = []
+        self.layers: list[int] = []
 
-    def append(self, row: tuple[int, ...]) -> None:
-        self.rows.append(row)
-
-    def extend(self, rows: Sequence[tuple[int, ...]]) -> None:
+    def extend(self, layer_id: int, rows: Sequence[tuple[int, ...]]) -> None:
+        assert not self.layers or self.layers[-1] <= layer_id, "segments must ascend by layer"
         self.rows.extend(rows)
+        self.layers.extend([layer_id] * len(rows))
 
-    def table(self, layout: CacheLayout, max_units: int) -> Table | None:
+    def table(self, device: torch.device, max_units: int) -> Table | None:
         if not self.rows:
             return None
         column = 4 if max_units else 3
         scale = self.unit_bytes if max_units else 1
         return Table(
-            torch.tensor(self.rows, dtype=torch.int64).to(layout.device),
-            (*self.layer_starts, len(self.rows)),
+            torch.tensor(self.rows, dtype=torch.int64).to(device),
+            tuple(bisect.bisect_left(self.layers, layer) for layer in range(self.num_layers + 1)),
             self.unit_bytes,
             max_units,
             sum(row[column] for row in self.rows) * scale,
         )
 
 
-def _tile_rows(
-    buffer: Buffer, run: Run, object_offset: int, tile_bytes: int
-) -> list[tuple[int, ...]]:
-    """Cut each part of a run into equal tiles: equal work balances, a short last tile does not."""
-    num_tiles = -(-run.length_bytes // tile_bytes)
-    tile = -(-run.length_bytes // num_tiles)
+def _tile_rows(segment: Segment, tile_bytes: int) -> list[tuple[int, ...]]:
+    """Cut each part into equal tiles: equal work balances, a short last tile does not."""
+    num_tiles = -(-segment.part_bytes // tile_bytes)
+    tile = -(-segment.part_bytes // num_tiles)
     tile = min(tile_bytes, -(-tile // _TILE_ALIGN_BYTES) * _TILE_ALIGN_BYTES)
     rows: list[tuple[int, ...]] = []
-    for part in range(run.count):
-        start = run.offset_bytes + part * run.pitch_bytes
-        for inner in range(0, run.length_bytes, tile):
+    for part in range(segment.count):
+        for inner in range(0, segment.part_bytes, tile):
             rows.append(
                 (
-                    buffer.address + start + inner,
-                    buffer.page_stride_bytes,
-                    object_offset + part * run.length_bytes + inner,
-                    min(tile, run.length_bytes - inner),
+                    segment.address + part * segment.pool_pitch_bytes + inner,
+                    segment.page_stride_bytes,
+                    segment.object_offset + part * segment.object_pitch_bytes + inner,
+                    min(tile, segment.part_bytes - inner),
                 )
             )
     return rows
 
 
-def _unit_row(buffer: Buffer, run: Run, object_offset: int, width: int) -> tuple[int, ...]:
-    units = run.length_bytes // width
+def _unit_row(segment: Segment, width: int) -> tuple[int, ...]:
+    units = segment.part_bytes // width
     return (
-        buffer.address + run.offset_bytes,
-        buffer.page_stride_bytes,
-        object_offset,
+        segment.address,
+        segment.page_stride_bytes,
+        segment.object_offset,
         units,
-        units * run.count,
-        run.pitch_bytes,
+        units * segment.count,
+        segment.pool_pitch_bytes,
+        segment.object_pitch_bytes,
         divisor(units),
-        divisor(units * run.count),
+        divisor(units * segment.count),
     )

@@ -24,7 +24,7 @@ _UNIT_ARGUMENTS = (
 
 @triton.jit(do_not_specialize=_UNIT_ARGUMENTS)
 def _move_units_kernel(
-    rows_address: tl.int64,  # [num_rows, 8] int64, see `Tables.units`
+    rows_address: tl.int64,  # [num_rows, 9] int64, see `Tables.units`
     ids_address: tl.int64,  # [num_pages] page ids of ID_BYTES each
     object_address: tl.int64,  # object 0, such that row offsets count from here
     object_stride: tl.int64,
@@ -36,7 +36,7 @@ def _move_units_kernel(
     ID_BYTES: tl.constexpr,
 ):
     row = (
-        rows_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * 8
+        rows_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * 9
     )
     units_per_part = tl.load(row + 3).to(tl.int32)
     units_per_page = tl.load(row + 4).to(tl.int32)
@@ -45,9 +45,9 @@ def _move_units_kernel(
     if first < num_units:
         unit = first + tl.arange(0, UNITS)
         mask = unit < num_units
-        page = divide(unit, tl.load(row + 7))
+        page = divide(unit, tl.load(row + 8))
         in_page = unit - page * units_per_page
-        part = divide(in_page, tl.load(row + 6))
+        part = divide(in_page, tl.load(row + 7))
         in_part = in_page - part * units_per_part
         page_id = load_page_id(ids_address.to(tl.int64), page, mask, ID_BYTES)
         mask = mask & (page_id >= 0) & (page_id < num_pool_pages)
@@ -56,7 +56,11 @@ def _move_units_kernel(
             + part.to(tl.int64) * tl.load(row + 5)
             + in_part.to(tl.int64) * UNIT_BYTES
         )
-        packed_offset = page.to(tl.int64) * object_stride + in_page.to(tl.int64) * UNIT_BYTES
+        packed_offset = (
+            page.to(tl.int64) * object_stride
+            + part.to(tl.int64) * tl.load(row + 6)
+            + in_part.to(tl.int64) * UNIT_BYTES
+        )
         pool = tl.load(row)
         packed = object_address.to(tl.int64) + tl.load(row + 2)
         if UNIT_BYTES == 16:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kernels.device import divide
-from kvferry.kernels.tables import build_tables, divisor, layer_ranges
+from kvferry.kernels.tables import Tables, build_tables, divisor, layer_ranges
 from kvferry.launch import LaunchConfig
 from kvferry.layout import CacheLayout
 from kvferry.models import description, descriptions
@@ -50,13 +50,18 @@ def test_division_in_the_kernel(by: int, first: int, device: torch.device) -> No
     assert torch.equal(out.cpu().long(), torch.arange(first, first + 256) // by)
 
 
+def tables_of(layout: CacheLayout, space: str, config: LaunchConfig) -> Tables:
+    assert layout.device is not None
+    return build_tables(layout.segments(space), layout.num_layers, layout.device, 16, config)
+
+
 @pytest.mark.parametrize("tile_bytes", [1024, 16384])
 @pytest.mark.parametrize("model", sorted(descriptions()))
 def test_rows_cover_every_object_byte_once(model: str, tile_bytes: int) -> None:
     layout = CacheLayout.from_description(description(model))
     layout = layout.bind(make_tensors(layout, 1))
     for space in layout.spaces:
-        tables = build_tables(layout, space, 16, LaunchConfig(tile_bytes=tile_bytes))
+        tables = tables_of(layout, space, LaunchConfig(tile_bytes=tile_bytes))
         covered = []
         if tables.tiles:
             assert tables.tiles.rows.shape[1] == 4
@@ -82,7 +87,7 @@ def test_rows_cover_every_object_byte_once(model: str, tile_bytes: int) -> None:
 def test_tiles_of_a_run_are_nearly_equal() -> None:
     layout = CacheLayout.from_description(description("deepseek-v3.2-dsa-fp8"))
     layout = layout.bind(make_tensors(layout, 1))
-    tiles = build_tables(layout, "full", 16, LaunchConfig()).tiles
+    tiles = tables_of(layout, "full", LaunchConfig()).tiles
     assert tiles is not None
     sizes = tiles.rows[:4, 3].tolist()
     assert sizes == [14080, 14080, 13824, 8448]

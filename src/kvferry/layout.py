@@ -11,6 +11,7 @@ are token-major can have equal shapes.
 """
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ import torch
 
 from kvferry.errors import LayoutError
 from kvferry.runs import Run, page_runs
+from kvferry.segments import Segment
 
 FORMAT_VERSION = 1
 """Version of the object's bytes; part of every fingerprint."""
@@ -84,6 +86,10 @@ class Pool:
         page_shape: shape of a page, `row_shape` preceded by `page_size` where rows are tokens.
         page_bytes: bytes of one page in one layer.
         order: the page's dimensions of more than one entry, from slowest to fastest in memory.
+        token_axis: the page's dimension that counts tokens; 0 where rows are tokens, None where no
+            dimension does.
+        token_planes: for pages that hold one plane after another (keys, then scales), the bytes of
+            one token in each plane; empty where `token_axis` tells.
     """
 
     name: str
@@ -95,6 +101,8 @@ class Pool:
     page_shape: tuple[int, ...]
     page_bytes: int
     order: tuple[int, ...]
+    token_axis: int | None
+    token_planes: tuple[int, ...]
 
     @property
     def item_bytes(self) -> int:
@@ -311,6 +319,52 @@ class CacheLayout:
             raise LayoutError(f"pool_name is {pool_name!r}, wanted one of {names}")
         return min(classes)
 
+    def segments(self, space: str, *, by_token: bool = False) -> tuple[Segment, ...]:
+        """Return what a move of whole pages is made of, in object order.
+
+        Args:
+            space: an index space of the layout.
+            by_token: such that every segment's tokens can be told, for pages that are moved in
+                part; there may be more segments then.
+
+        Raises:
+            LayoutError: `by_token`, and a pool's pages cannot be cut by tokens; names it.
+        """
+        segments = []
+        for buffer in self.buffers[space]:
+            offset = buffer.object_offset
+            for run in self._token_runs(buffer) if by_token else buffer.runs:
+                segments.append(
+                    Segment.of_run(
+                        buffer.layer_id,
+                        buffer.tensor,
+                        buffer.address,
+                        buffer.page_stride_bytes,
+                        buffer.num_pages,
+                        offset,
+                        run,
+                    )
+                )
+                offset += run.length_bytes * run.count
+        return tuple(segments)
+
+    def _token_runs(self, buffer: Buffer) -> Sequence[Run]:
+        pool = buffer.pool
+        if pool.token_planes and len(buffer.runs) == 1 and buffer.runs[0].count == 1:
+            starts = itertools.accumulate(
+                (w * self.page_size for w in pool.token_planes), initial=0
+            )
+            return [
+                Run(start, width * self.page_size, 1, width * self.page_size, token_bytes=width)
+                for start, width in zip(starts, pool.token_planes, strict=False)
+            ]
+        if pool.token_axis is None or buffer.tensor is None:
+            raise LayoutError(
+                f"pool {pool.name!r} layer {buffer.layer_id}: its pages cannot be cut by tokens; "
+                "describe token_axis or token_planes, or move whole pages"
+            )
+        return _order_and_runs(pool, buffer.layer_id, buffer.tensor, by_token=True)[1]
+
     def num_ranges(self, space: str) -> int:
         """Return how many contiguous ranges a page has before it is packed."""
         return sum(run.count for buffer in self.buffers[space] for run in buffer.runs)
@@ -379,17 +433,22 @@ def _pool(entry: Mapping[str, Any], page_size: int, num_layers: int) -> Pool:
             f"{entry['dtype']} has {page_bytes}"
         )
     order = tuple(dim for dim, size in enumerate(page_shape) if size > 1)
+    token_axis = 0 if entry["rows"] == "token" else entry.get("token_axis")
+    if token_axis is not None and page_shape[token_axis : token_axis + 1] != (page_size,):
+        raise LayoutError(
+            f"{owner}: token_axis is {token_axis}, but page_shape {page_shape} has not "
+            f"{page_size} tokens there"
+        )
+    token_planes = tuple(int(width) for width in entry.get("token_planes", ()))
+    if token_planes and sum(token_planes) * page_size > page_bytes:
+        raise LayoutError(
+            f"{owner}: token_planes {token_planes} of {page_size} tokens exceed the page's "
+            f"{page_bytes} bytes"
+        )
     return Pool(
-        name,
-        entry["index"],
-        entry["rows"],
-        row_shape,
-        entry["dtype"],
-        layer_ids,
-        page_shape,
-        page_bytes,
-        order,
-    )
+        name, entry["index"], entry["rows"], row_shape, entry["dtype"], layer_ids, page_shape,
+        page_bytes, order, token_axis, token_planes,
+    )  # fmt: skip
 
 
 def _check_tensor(pool: Pool, layer_id: int, tensor: torch.Tensor, page_size: int) -> None:
@@ -410,7 +469,7 @@ def _check_tensor(pool: Pool, layer_id: int, tensor: torch.Tensor, page_size: in
 
 
 def _order_and_runs(
-    pool: Pool, layer_id: int, tensor: torch.Tensor
+    pool: Pool, layer_id: int, tensor: torch.Tensor, *, by_token: bool = False
 ) -> tuple[tuple[int, ...], tuple[Run, ...], int, int]:
     """Return the page's dimension order, its runs, the page stride in bytes, and the page count."""
     item = tensor.element_size()
@@ -420,7 +479,14 @@ def _order_and_runs(
     page_strides = strides if pool.rows == "token" else strides[1:]
     page_stride = strides[0] * rows_per_page
     try:
-        order, runs = page_runs(pool.page_shape, page_strides, item, num_pages, page_stride)
+        order, runs = page_runs(
+            pool.page_shape,
+            page_strides,
+            item,
+            num_pages,
+            page_stride,
+            pool.token_axis if by_token else None,
+        )
     except LayoutError as error:
         raise LayoutError(f"pool {pool.name!r} layer {layer_id}: {error}") from None
     return order, runs, page_stride, num_pages
@@ -530,7 +596,18 @@ def _fingerprint(
         "page_size": page_size,
         "num_layers": num_layers,
         "padding": "none",
-        "pools": [asdict(pool) for pool in pools],
+        "pools": [
+            [
+                pool.name,
+                pool.space,
+                pool.rows,
+                pool.row_shape,
+                pool.dtype,
+                pool.layer_ids,
+                pool.order,
+            ]
+            for pool in pools
+        ],
         "identity": asdict(identity),
     }
     text = json.dumps(meaning, sort_keys=True, separators=(",", ":"))

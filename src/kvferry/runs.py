@@ -1,6 +1,7 @@
 """Contiguous runs of a page, derived from the sizes and strides of a tensor."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,19 +15,39 @@ MAX_RUNS = 4096
 class Run:
     """`count` contiguous parts of `length_bytes` each, `pitch_bytes` apart, in every page.
 
-    In the object the parts follow each other without a gap.
+    In the object the parts follow each other without a gap. Where the page's tokens are known,
+    byte b of part p belongs to token
+    `(token_start_bytes + p * token_part_bytes + b) // token_bytes`.
 
     Attributes:
         offset_bytes: from the page's first byte to the first part.
         length_bytes: length of a part.
         count: how many parts.
         pitch_bytes: from one part to the next; equals `length_bytes` where `count` is 1.
+        token_bytes: see above; 0 where the page is not cut by tokens.
+        token_part_bytes: see above.
+        token_start_bytes: see above.
     """
 
     offset_bytes: int
     length_bytes: int
     count: int
     pitch_bytes: int
+    token_bytes: int = 0
+    token_part_bytes: int = 0
+    token_start_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A dimension, or several that continue each other: `size` steps of `stride` bytes.
+
+    `inner` is how many of the steps one token takes, where the tokens' dimension is among them.
+    """
+
+    size: int
+    stride: int
+    inner: int = 0
 
 
 def page_runs(
@@ -35,6 +56,7 @@ def page_runs(
     item_bytes: int,
     num_pages: int,
     page_stride_bytes: int,
+    token_axis: int | None = None,
 ) -> tuple[tuple[int, ...], tuple[Run, ...]]:
     """Return the order of a page's dimensions in memory, and its runs in that order.
 
@@ -44,6 +66,8 @@ def page_runs(
         item_bytes: size of an element.
         num_pages: how many pages the tensor holds.
         page_stride_bytes: from one page to the next.
+        token_axis: the dimension that counts tokens. If given, the runs are such that their tokens
+            can be told; there may be more of them.
 
     Returns:
         The dimensions of more than one entry, slowest first, and the runs, ascending in memory.
@@ -54,47 +78,65 @@ def page_runs(
     """
     dims = [dim for dim, size in enumerate(shape) if size > 1]
     order = sorted(dims, key=lambda dim: (-strides_bytes[dim], dim))
-    nested = [(shape[dim], strides_bytes[dim]) for dim in order]
-    pages = [(num_pages, page_stride_bytes)] if num_pages > 1 else []
+    nested = [
+        _Level(shape[dim], strides_bytes[dim], 1 if dim == token_axis else 0) for dim in order
+    ]
+    pages = [_Level(num_pages, page_stride_bytes)] if num_pages > 1 else []
     _refuse_overlap([*nested, *pages], item_bytes)
-    length = item_bytes
-    while nested and nested[-1][1] == length:
-        length *= nested.pop()[0]
-    levels: list[tuple[int, int]] = []  # outer to inner, neighbours that continue each other joined
-    for size, stride in nested:
-        if levels and levels[-1][1] == size * stride:
-            levels[-1] = (levels[-1][0] * size, stride)
-        else:
-            levels.append((size, stride))
-    count, pitch = levels.pop() if levels else (1, length)
-    starts = (
-        [
-            sum(index * stride for index, (_, stride) in zip(indices, levels, strict=True))
-            for indices in itertools.product(*(range(size) for size, _ in levels))
-        ]
-        if _product(levels) <= MAX_RUNS
-        else []
-    )
-    if not starts:
+    length, token_bytes = item_bytes, 0
+    while nested and nested[-1].stride == length and not token_bytes:
+        level = nested.pop()
+        token_bytes = length if level.inner else 0
+        length *= level.size
+    levels = _joined(nested)
+    last = levels.pop() if levels else _Level(1, length)
+    num_runs = math.prod(level.size for level in levels)
+    if num_runs > MAX_RUNS:
         raise LayoutError(
-            f"a page falls into {_product(levels)} runs at a pitch, wanted at most {MAX_RUNS}"
+            f"a page falls into {num_runs} runs at a pitch, wanted at most {MAX_RUNS}"
         )
-    return tuple(order), tuple(Run(start, length, count, pitch) for start in starts)
-
-
-def _product(levels: Sequence[tuple[int, int]]) -> int:
-    product = 1
-    for size, _ in levels:
-        product *= size
-    return product
-
-
-def _refuse_overlap(levels: Sequence[tuple[int, int]], item_bytes: int) -> None:
-    extent = item_bytes
-    for size, stride in sorted(levels, key=lambda level: level[1]):
-        if stride < extent:
-            raise LayoutError(
-                f"elements overlap: {size} entries at a stride of {stride} bytes, wanted a stride "
-                f"of at least {extent}"
+    part_bytes = 0
+    if last.inner:  # some parts make a token
+        token_bytes, part_bytes = last.inner * length, length
+    runs = []
+    for indices in itertools.product(*(range(level.size) for level in levels)):
+        steps = list(zip(indices, levels, strict=True))
+        start = sum(index * level.stride for index, level in steps)
+        tokens = [index // level.inner for index, level in steps if level.inner]
+        if tokens:  # the whole run belongs to one token
+            token_bytes, part_bytes = last.size * length, length
+        runs.append(
+            Run(
+                start,
+                length,
+                last.size,
+                last.stride,
+                token_bytes,
+                part_bytes,
+                tokens[0] * token_bytes if tokens else 0,
             )
-        extent = (size - 1) * stride + extent
+        )
+    return tuple(order), tuple(runs)
+
+
+def _joined(nested: Sequence[_Level]) -> list[_Level]:
+    """Join neighbours, outer to inner, that continue each other; nothing joins outside tokens."""
+    levels: list[_Level] = []
+    for level in nested:
+        outer = levels[-1] if levels else None
+        if outer and outer.stride == level.size * level.stride and not level.inner:
+            levels[-1] = _Level(outer.size * level.size, level.stride, outer.inner * level.size)
+        else:
+            levels.append(level)
+    return levels
+
+
+def _refuse_overlap(levels: Sequence[_Level], item_bytes: int) -> None:
+    extent = item_bytes
+    for level in sorted(levels, key=lambda level: level.stride):
+        if level.stride < extent:
+            raise LayoutError(
+                f"elements overlap: {level.size} entries at a stride of {level.stride} bytes, "
+                f"wanted a stride of at least {extent}"
+            )
+        extent = (level.size - 1) * level.stride + extent
