@@ -135,10 +135,11 @@ def main() -> int:
         )
         bench = Bench(store, linker, staging)
         rounds = [bench.round(number) for number in range(ROUNDS + 2)][2:]
-    print(f"{NUM_OBJECTS} objects of {OBJECT_BYTES >> 20} MiB, remote owner, TCP loopback, "
-          f"{ROUNDS} rounds, every byte compared")  # fmt: skip
-    print("call                          median ms   GB/s    p90 ms")
-    rows = {
+    print(
+        f"{NUM_OBJECTS} objects of {OBJECT_BYTES >> 20} MiB, remote owner, TCP loopback, "
+        f"{ROUNDS} rounds, every byte compared"
+    )
+    calls = {
         "save: store calls": [one.put for one in rounds],
         "batch_put_from": [one.raw_put for one in rounds],
         "load: store calls": [one.get for one in rounds],
@@ -146,18 +147,22 @@ def main() -> int:
         "save: pack (torch, CPU)": [one.pack for one in rounds],
         "load: unpack (torch, CPU)": [one.unpack for one in rounds],
     }
-    for name, times in rows.items():
-        median = statistics.median(times)
-        p90 = sorted(times)[len(times) * 9 // 10]
-        print(f"{name:28}  {median:9.2f}  {num_bytes / median / 1e6:5.2f}  {p90:8.2f}")
+    rows = [
+        {
+            "call": name,
+            "median ms": statistics.median(times),
+            "GB/s": num_bytes / statistics.median(times) / 1e6,
+            "p90 ms": sorted(times)[len(times) * 9 // 10],
+        }
+        for name, times in calls.items()
+    ]
     put = statistics.median(one.raw_put / one.put for one in rounds)
     get = statistics.median(one.raw_get / one.get for one in rounds)
-    return report(
-        [
-            Bar("put_rate_over_mooncake", put, 0.9, at_least=True),
-            Bar("get_rate_over_mooncake", get, 0.9, at_least=True),
-        ]
-    )
+    bars = [
+        Bar("put_rate_over_mooncake", put, 0.9, at_least=True),
+        Bar("get_rate_over_mooncake", get, 0.9, at_least=True),
+    ]
+    return report("transport", rows, bars)
 
 
 if __name__ == "__main__":
