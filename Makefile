@@ -3,11 +3,13 @@
 BIN := .venv/bin
 READY := .venv/.kvferry-ready
 READY_NEWEST := .venv-newest/.kvferry-ready
+READY_SGLANG := .venv-sglang/.kvferry-ready
+READY_VLLM := .venv-vllm/.kvferry-ready
 # Whole files: those of the kernels' plans and copies, and any other that runs the interpreter.
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-newest check doctor bench-host bench-transport clean
+.PHONY: help demo test test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -20,6 +22,14 @@ test: $(READY) ## the whole core suite
 
 test-newest: $(READY_NEWEST) ## the kernels' tests with the newest Triton, in an environment of its own
 	.venv-newest/bin/python -m pytest $(NEWEST_TESTS)
+
+test-engines: test-sglang-pools test-vllm-pools ## tests against the real engines, on a CPU
+
+test-sglang-pools: $(READY_SGLANG) ## layouts of SGLang's own pools, in an environment of its own
+	.venv-sglang/bin/python -m pytest engine_tests/sglang
+
+test-vllm-pools: $(READY_VLLM) ## layouts of vLLM's own caches, in an environment of its own
+	.venv-vllm/bin/python -m pytest engine_tests/vllm
 
 check: $(READY) ## lint, format and types
 	$(BIN)/ruff check
@@ -36,7 +46,7 @@ bench-transport: $(READY) ## transfer rates over loopback, packed against range 
 	$(BIN)/python benchmarks/bench_transport.py
 
 clean: ## remove the environments, caches and build outputs
-	rm -rf .venv .venv-newest build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-sglang .venv-vllm build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml scripts/setup.sh $(wildcard scripts/constraints-c*.txt)
@@ -44,3 +54,9 @@ $(READY): pyproject.toml scripts/setup.sh $(wildcard scripts/constraints-c*.txt)
 
 $(READY_NEWEST): pyproject.toml scripts/setup.sh scripts/constraints-newest.txt
 	CONSTRAINTS=scripts/constraints-newest.txt scripts/setup.sh .venv-newest cpu dev
+
+$(READY_SGLANG): scripts/setup_engine.sh $(wildcard engine_tests/sglang/*.txt)
+	scripts/setup_engine.sh sglang .venv-sglang
+
+$(READY_VLLM): scripts/setup_engine.sh $(wildcard engine_tests/vllm/*.txt)
+	scripts/setup_engine.sh vllm .venv-vllm
