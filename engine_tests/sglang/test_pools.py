@@ -3,10 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
-import build
+import attention
+import deepseek_v4 as v4
+import hybrids
 import pytest
 import torch
-from build import CASES, Case, P
+from attention import Case, P
+from build import CASES
 from prove import Memory, prove_bytes, untold_bytes
 from sglang.srt.mem_cache import memory_pool as pools
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
@@ -18,7 +21,6 @@ from kvferry.kernels.pack import Packer
 from kvferry.layout import ModelIdentity
 from kvferry.linker.pool_tensors import held_tensors
 from kvferry.linker.sglang_pools import SGLangPools, read_cache_params
-from kvferry.models import description
 
 
 @pytest.fixture(params=sorted(CASES))
@@ -55,7 +57,7 @@ def test_no_byte_is_forgotten(case: Case) -> None:
 
 @pytest.mark.parametrize("space", ["full", "swa"])
 def test_page_ids_of_the_engines_slots(space: str) -> None:
-    read = build.swa_case().read()
+    read = hybrids.swa_case().read()
     allocator = PagedTokenToKVPoolAllocator(4 * P, P, torch.bfloat16, "cpu", None, False)
     slots = allocator.alloc(2 * P)
     assert slots.dtype == torch.int64
@@ -66,7 +68,7 @@ def test_page_ids_of_the_engines_slots(space: str) -> None:
 
 
 def test_page_ids_of_state_slots() -> None:
-    case = build.gdn_case()
+    case = hybrids.gdn_case()
     read = case.read()
     allocator = case.req_to_token_pool.mamba_allocator
     assert isinstance(allocator, MambaSlotAllocator)
@@ -78,7 +80,7 @@ def test_page_ids_of_state_slots() -> None:
 
 
 def test_slots_that_are_no_pages() -> None:
-    read = build.mha_case().read()
+    read = attention.mha_case().read()
     with pytest.raises(LayoutError, match="got 65 slots, wanted pages of 64"):
         read.page_ids("full", torch.arange(65))
     with pytest.raises(LayoutError, match="space is 'swa', wanted one of"):
@@ -114,7 +116,7 @@ def test_engine_writes_kvferry_moves_engine_reads(
     for layer_id in layers:
         k = torch.randn(P, heads, k_dim).bfloat16()
         v = torch.randn(P, heads, v_dim).bfloat16()
-        pool.set_kv_buffer(build.layer(layer_id), FROM, k, v)
+        pool.set_kv_buffer(attention.layer(layer_id), FROM, k, v)
     move(case.read(), "full", FROM, TO)
     paged = name == "hnd"
     here, there = (1, 3) if paged else (FROM, TO)
@@ -126,10 +128,10 @@ def test_engine_writes_kvferry_moves_engine_reads(
 
 
 def test_engine_writes_and_reads_latents_and_index_keys() -> None:
-    mla = build.mla_case()
+    mla = attention.mla_case()
     for layer_id in range(3):
         mla.kvcache.set_kv_buffer(
-            build.layer(layer_id), FROM, torch.randn(P, 1, 576).bfloat16(), None
+            attention.layer(layer_id), FROM, torch.randn(P, 1, 576).bfloat16(), None
         )
     move(mla.read(), "full", FROM, TO)
     for layer_id in range(3):
@@ -138,7 +140,7 @@ def test_engine_writes_and_reads_latents_and_index_keys() -> None:
         assert torch.equal(key[FROM], key[TO])
         assert torch.equal(value[FROM], value[TO])
 
-    dsa = build.dsa_case()
+    dsa = attention.dsa_case()
     for layer_id in range(3):
         keys = torch.randn(P, 128).to(torch.float8_e4m3fn)
         dsa.kvcache.set_index_k_scale_buffer(layer_id, FROM, keys, torch.rand(P, 1))
@@ -150,11 +152,11 @@ def test_engine_writes_and_reads_latents_and_index_keys() -> None:
 
 
 def test_engine_writes_and_reads_hybrids() -> None:
-    case = build.swa_case()
+    case = hybrids.swa_case()
     for layer_id in range(5):
         loc = pools.KVWriteLoc(FROM, swa_loc=torch.arange(P))
         k, v = torch.randn(P, 2, 16).bfloat16(), torch.randn(P, 2, 16).bfloat16()
-        case.kvcache.set_kv_buffer(build.layer(layer_id), loc, k, v)
+        case.kvcache.set_kv_buffer(attention.layer(layer_id), loc, k, v)
     read = case.read()
     move(read, "full", FROM, TO)
     move(read, "swa", torch.arange(P), torch.arange(2 * P, 3 * P))
@@ -164,7 +166,7 @@ def test_engine_writes_and_reads_hybrids() -> None:
             assert buffer[pages[0]].any()
             assert torch.equal(buffer[pages[0]], buffer[pages[1]])
 
-    case = build.gdn_case()
+    case = hybrids.gdn_case()
     for layer_id in (0, 1, 2, 4):
         state = case.req_to_token_pool.mamba2_layer_cache(layer_id)
         state.conv[0][2] = torch.randn(128, 3).bfloat16()
@@ -177,99 +179,21 @@ def test_engine_writes_and_reads_hybrids() -> None:
         assert torch.equal(tensor[:, 3], tensor[:, 5])
 
 
-def full_size(model: str) -> Case:
-    """A model's pools with all its layers, and a page or two."""
-    if model == "deepseek-v3.2-dsa-fp8":
-        return Case(build.dsa(61, size=P), {})
-    if model == "glm-5.2-dsa-fp8":
-        owners = {0, 1, *range(2, 78, 4)}
-        return Case(
-            build.dsa(78, size=P, skip_topk_layers=[i not in owners for i in range(78)]), {}
-        )
-    if model == "deepseek-v3-mla-bf16":
-        return Case(build.mla(layers=61, size=P), {})
-    if model == "deepseek-v4-flash":
-        ratios = [0, 0, *(4 if i % 2 == 0 else 128 for i in range(2, 43))]
-        return Case(build.deepseek_v4(ratios, 1), {}, page_size=256)
-    if model in ("gpt-oss-120b", "mimo-v2-flash"):
-        count = 36 if model == "gpt-oss-120b" else 48
-        full = [i for i in range(count) if i % 2] if count == 36 else []
-        full = full or [i for i in range(48) if i == 0 or (i + 1) % 6 == 0]
-        shape = {"head_num": 8, "head_dim": 64}
-        if count == 48:
-            shape = {"head_num": 4, "head_dim": 192, "v_head_dim": 128}
-            shape |= {"swa_head_num": 8, "swa_head_dim": 192, "swa_v_head_dim": 128}
-        pool = build.swa(
-            size=P,
-            size_swa=P,
-            full_attention_layer_ids=full,
-            swa_attention_layer_ids=[i for i in range(count) if i not in full],
-            **shape,
-        )
-        return Case(pool, {}, more={"window_tokens": 128})
-    if model == "qwen3-next-80b":
-        full = [i for i in range(48) if i % 4 == 3]
-        params = build.gdn_params(
-            [i for i in range(48) if i not in full],
-            intermediate_size=4096,
-            n_groups=16,
-            num_heads=32,
-            head_dim=128,
-            state_size=128,
-        )
-        requests = build.req_pool(params, mamba_size=1)
-        pool = build.hybrid(requests, full, size=P, head_num=2, head_dim=256)
-        return Case(pool, {}, req_to_token_pool=requests)
-    assert model == "kimi-linear-48b"
-    full = [3, 7, 11, 15, 19, 23, 26]
-    params = build.kda_params([i for i in range(27) if i not in full], 32, 128)
-    requests = build.req_pool(params, mamba_size=1)
-    pool = build.hybrid(requests, full, size=P, use_mla=True, kv_lora_rank=512, qk_rope_head_dim=64)
-    return Case(pool, {}, req_to_token_pool=requests)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        "deepseek-v3.2-dsa-fp8",
-        "glm-5.2-dsa-fp8",
-        "deepseek-v3-mla-bf16",
-        "deepseek-v4-flash",
-        "gpt-oss-120b",
-        "mimo-v2-flash",
-        "qwen3-next-80b",
-        "kimi-linear-48b",
-    ],
-)
-def test_sizes_agree_with_the_descriptions(model: str) -> None:
-    wanted = description(model)
-    layout = full_size(model).read().layout
-    assert layout.object_bytes == wanted["object_bytes"]
-    assert layout.num_layers == wanted["num_layers"]
-    for entry in wanted["pools"]:
-        (pool,) = [pool for pool in layout.pools if pool.name == entry["name"]]
-        assert pool.layer_ids == tuple(entry["layers"])
-        assert pool.space == entry["index"]
-        assert pool.page_bytes == entry["page_bytes"]
-    window = wanted.get("window_tokens")
-    assert layout.window_pages == (None if window is None else -(-window // wanted["page_size"]))
-
-
 def test_hnd_and_nhd_are_not_interchangeable(monkeypatch: pytest.MonkeyPatch) -> None:
-    nhd = build.mha_case().read().layout
+    nhd = attention.mha_case().read().layout
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
-    hnd = build.hnd_case().read().layout
+    hnd = attention.hnd_case().read().layout
     assert nhd.object_bytes == hnd.object_bytes
     assert nhd.fingerprint != hnd.fingerprint
 
 
 def test_replicated_spaces() -> None:
-    assert build.mha_case().read().replicated == frozenset()
-    assert build.dsa_case().read().replicated == {"full"}
-    assert build.kda_mla_case().read().replicated == {"full"}
-    assert build.deepseek_v4_case().read().replicated == {"full", "swa"}
-    mla = build.mla_case()
-    mla.drafts = (build.mha(layer_num=1),)
+    assert attention.mha_case().read().replicated == frozenset()
+    assert attention.dsa_case().read().replicated == {"full"}
+    assert hybrids.kda_mla_case().read().replicated == {"full"}
+    assert v4.deepseek_v4_case().read().replicated == {"full", "swa"}
+    mla = attention.mla_case()
+    mla.drafts = (attention.mha(layer_num=1),)
     assert mla.read().replicated == frozenset()
 
 
@@ -286,123 +210,18 @@ def params(case: Case, **changes: Any) -> CacheInitParams:
 
 
 def test_cache_init_params() -> None:
-    case = build.dsa_draft_case()
+    case = attention.dsa_draft_case()
     identity = ModelIdentity(model="m", kv_dtype="fp8_e4m3")
     read = read_cache_params(params(case), num_layers=5, identity=identity)
     assert read.layout.num_layers == 5
     assert read.layout.identity == identity
     names = [pool.name for pool in read.layout.pools]
     assert names == ["kv", "index_k", "draft_kv", "draft_index_k"]
-    swa = read_cache_params(params(build.swa_case(), sliding_window_size=100, draft_swa_window=130))
+    swa = read_cache_params(
+        params(hybrids.swa_case(), sliding_window_size=100, draft_swa_window=130)
+    )
     assert swa.layout.window_pages == 3
-    side = params(build.mha_case(), sidecar_draft_device_pools=(build.mha(layer_num=1),))
+    side = params(attention.mha_case(), sidecar_draft_device_pools=(attention.mha(layer_num=1),))
     assert [pool.name for pool in read_cache_params(side).layout.pools][-1] == "draft_v"
     with pytest.raises(LayoutError, match="mtp_draft_mamba_pools"):
         read_cache_params(params(case, mtp_draft_mamba_pools=(object(),)))
-
-
-class SubclassedPool(pools.MHATokenToKVPool):
-    """A pool of somebody else."""
-
-
-def test_unknown_classes_are_refused() -> None:
-    case = build.mha_case()
-    case.kvcache = build.mha(SubclassedPool)
-    with pytest.raises(
-        LayoutError, match=r"kvcache is a .*test_pools.SubclassedPool, wanted one of"
-    ):
-        case.read()
-    case = build.swa_case()
-    case.kvcache = build.swa(token_to_kv_pool_class=SubclassedPool)
-    with pytest.raises(LayoutError, match=r"pool 'full' is a .*test_pools.SubclassedPool"):
-        case.read()
-    case = build.mha_case()
-    case.kvcache = build.mha(pools.NoOpMHATokenToKVPool)
-    with pytest.raises(LayoutError, match="NoOpMHATokenToKVPool"):
-        case.read()
-
-
-def test_unknown_tensors_are_refused() -> None:
-    case = build.mha_case()
-    case.kvcache.side_buffer = [None, torch.zeros(8), torch.zeros(8)]
-    with pytest.raises(LayoutError, match=r"MHATokenToKVPool.side_buffer\[.\]: a tensor \[8\]"):
-        case.read()
-    case = build.dsa_case()
-    case.kvcache.index_key_cache.extra = {"a": (torch.zeros(3),)}
-    with pytest.raises(LayoutError, match=r"DSATokenToKVPool.index_key_cache.extra\['a'\]\[0\]"):
-        case.read()
-
-
-def test_side_states_are_refused() -> None:
-    case = build.gdn_case(short_conv_layer_ids=[1], short_conv_state_shape=(8, 3))
-    with pytest.raises(LayoutError, match=r"conv_state: a tensor"):
-        case.read()
-    case = build.gdn_case(ngram_context_len=2)
-    with pytest.raises(LayoutError, match=r"\.context: a tensor"):
-        case.read()
-
-
-def test_states_need_their_request_pool() -> None:
-    case = build.gdn_case()
-    case.req_to_token_pool = None
-    with pytest.raises(LayoutError, match="HybridLinearKVPool: its Mamba pool is not that of"):
-        case.read()
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("mha", {"page_size": 32}, "MHATokenToKVPool: page_size is 64, wanted the tree's 32"),
-        ("swa", {"page_size": 128}, "SWAKVPool: page_size is 64, wanted the tree's 128"),
-        ("deepseek_v4", {"page_size": 64}, "page_size is 256, wanted the tree's 64"),
-        ("mha", {"num_layers": 2}, "layer 2 is outside 0 .. 1"),
-    ],
-)
-def test_sizes_that_differ(name: str, changes: dict[str, Any], message: str) -> None:
-    case = CASES[name]()
-    with pytest.raises(LayoutError, match=message):
-        case.read(**changes)
-
-
-def test_fewer_pages_than_the_engine_hands_out() -> None:
-    case = build.dsa_case()
-    keys = case.kvcache.index_key_cache.buffer
-    keys[1] = keys[1][:-1]
-    with pytest.raises(LayoutError, match="pool 'index_k' layer 1: has 4 pages, wanted 5"):
-        case.read()
-
-
-@pytest.mark.parametrize(
-    ("attribute", "value", "message"),
-    [
-        ("_unified_kv", True, "_unified_kv is True, wanted False"),
-        ("request_window", object(), "request_window is"),
-        ("swa_req_ring_size", 256, "swa_req_ring_size is 256, wanted None"),
-        ("swa_page_size", 64, "swa_page_size is 64, wanted the tree's 256"),
-        ("compression_ratios", [0, 4, 2, 4], r"compression ratios \[2\]"),
-    ],
-)
-def test_variants_of_deepseek_v4_are_refused(attribute: str, value: Any, message: str) -> None:
-    case = build.deepseek_v4_case()
-    setattr(case.kvcache, attribute, value)
-    with pytest.raises(LayoutError, match=message):
-        case.read()
-
-
-def test_other_variants_are_refused() -> None:
-    case = build.mha_case()
-    case.kvcache.kv_cache_layout = "vectorized_5d"
-    with pytest.raises(LayoutError, match="kv_cache_layout is 'vectorized_5d', wanted one of"):
-        case.read()
-    case = build.dsa_case()
-    case.kvcache.index_kpool = 4
-    with pytest.raises(LayoutError, match="index_kpool is 4, wanted 1"):
-        case.read()
-    case = build.swa_case()
-    case.kvcache.swa_uses_full_indices = True
-    with pytest.raises(LayoutError, match="do not use page ids of their own"):
-        case.read()
-    case = build.mha_case()
-    del case.kvcache.kv_cache_layout
-    with pytest.raises(LayoutError, match="MHATokenToKVPool has no attribute 'kv_cache_layout'"):
-        case.read()
