@@ -9,7 +9,7 @@ READY_VLLM := .venv-vllm/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport clean
+.PHONY: help demo test test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -39,11 +39,14 @@ check: $(READY) ## lint, format and types
 doctor: $(READY) ## what this machine has, and what to do about the rest
 	$(BIN)/python -m kvferry doctor
 
-bench-host: $(READY) ## host time per transfer, packed against range lists
+bench-host: $(READY) ## planning a save on the host, beside a list of its ranges
 	$(BIN)/python benchmarks/bench_host.py
 
-bench-transport: $(READY) ## transfer rates over loopback, packed against range lists
+bench-transport: $(READY) ## packed transfers beside Mooncake's own contiguous calls
 	$(BIN)/python benchmarks/bench_transport.py
+
+figures: $(READY) ## measure everything that the documents quote, and write it there
+	$(BIN)/python benchmarks/figures.py
 
 clean: ## remove the environments, caches and build outputs
 	rm -rf .venv .venv-newest .venv-sglang .venv-vllm build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

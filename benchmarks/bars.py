@@ -99,7 +99,7 @@ def machine() -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "processor": processor,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),
         **{name: installed[name] for name in PACKAGES if name in installed},

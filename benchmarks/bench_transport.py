@@ -5,6 +5,7 @@ loopback, and moves the same bytes by `batch_put_from` and `batch_get_into` from
 buffer, turn by turn in one run. Pack and unpack are shown apart; every byte is compared.
 """
 
+import os
 import statistics
 import sys
 import time
@@ -121,6 +122,7 @@ class Bench:
 
 def main() -> int:
     """Print the table and the bars."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     layout = CacheLayout.from_description(LAYOUT)
     layout = layout.bind(make_tensors(layout, 2 * NUM_OBJECTS))
     num_bytes = NUM_OBJECTS * OBJECT_BYTES

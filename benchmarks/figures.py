@@ -1,0 +1,107 @@
+"""Where documents get their figures from: runs the demo and the benchmarks, then fills the texts.
+
+`make figures` measures anew: `benchmarks/results/*.json`, with date, machine and versions. With
+`--texts` only README's table and `docs/measured.md` are written from them; a test keeps both current.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bars import RESULTS, machine, table
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = {
+    "host": ("make bench-host", "How much Python runs before the bytes of a save move?"),
+    "transport": ("make bench-transport", "Do packed pages reach Mooncake's own contiguous rate?"),
+}
+
+
+def measure() -> int:
+    """Run everything and record it; return the first exit status that is not 0."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry", "demo"], capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        print(done.stdout, done.stderr)
+        return done.returncode
+    RESULTS.mkdir(exist_ok=True)
+    record = {"machine": machine(), "lines": done.stdout.splitlines()}
+    (RESULTS / "demo.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for name in BENCHMARKS:
+        script = Path(__file__).parent / f"bench_{name}.py"
+        status = subprocess.run([sys.executable, str(script), "--write"], timeout=600).returncode
+        if status:
+            return status
+    return 0
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return a recorded result."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def readme(text: str) -> str:
+    """Return README with the recorded demo's output in its place."""
+    demo = load("demo")
+    caption = f"`make demo`, {_where(demo['machine'])}; every figure is in docs/measured.md."
+    body = "\n".join(demo["lines"])
+    filled = f"<!-- demo -->\n```\n{body}\n```\n\n{caption}\n<!-- /demo -->"
+    return re.sub(r"<!-- demo -->.*?<!-- /demo -->", lambda _: filled, text, flags=re.DOTALL)
+
+
+def measured() -> str:
+    """Return `docs/measured.md`."""
+    parts = [
+        "# Measured",
+        "Written by `make figures`, which runs the commands named here; never by hand. Single "
+        "figures wander by a third on a shared machine: ratios are from one run, turn by turn.",
+        "GPU figures (pack and unpack beside `Tensor.copy_`, the demo on a GPU): «not measured».",
+    ]
+    demo = load("demo")
+    parts += ["## `make demo`", _where(demo["machine"]), _fenced("\n".join(demo["lines"]))]
+    for name, (command, question) in BENCHMARKS.items():
+        result = load(name)
+        bars = [
+            {
+                "bar": bar["name"],
+                "value": f"{bar['value']:.3f}",
+                "wanted": f"{'>=' if bar['at_least'] else '<='} {bar['wanted']:g}",
+            }
+            for bar in result["bars"]
+        ]
+        parts += [f"## `{command}`", f"{question} {_where(result['machine'])}."]
+        parts += [_fenced(table(result["rows"])), _fenced(table(bars))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _where(found: dict[str, Any]) -> str:
+    versions = ", ".join(
+        f"{name} {found[name]}" for name in found
+        if name not in ("date", "processor", "cores", "commit")
+    )  # fmt: skip
+    return f"{found['date']}, {found['cores']} cores of {found['processor']}, {versions}"
+
+
+def _fenced(text: str) -> str:
+    return f"```\n{text}\n```"
+
+
+def main() -> int:
+    """Measure (unless `--texts`), then write the texts."""
+    if "--texts" not in sys.argv[1:]:
+        status = measure()
+        if status:
+            return status
+    path = ROOT / "README.md"
+    path.write_text(readme(path.read_text(encoding="utf-8")), encoding="utf-8")
+    (ROOT / "docs" / "measured.md").write_text(measured(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
