@@ -4,10 +4,10 @@ A layout is first a description (`CacheLayout.from_description`: sizes and offse
 bound to the pools' tensors (`bind`, or `from_tensors` for both at once). Everything is in bytes.
 
 The order of bytes in an object: layers in model order, in a layer the pools in the order given, in
-a page the bytes in the order they have in memory. Nothing is padded between them; a pool whose page
-lengths are not multiples of 16 is moved by a narrower path. Strides, storage offsets and the
-element order come from the tensors, never from a shape: pages that are head-major and pages that
-are token-major can have equal shapes.
+a page the bytes in the order they have in memory; or by head, see `object_order`. Nothing is padded
+between them; a pool whose page lengths are not multiples of 16 is moved by a narrower path.
+Strides, storage offsets and the element order come from the tensors, never from a shape: pages that
+are head-major and pages that are token-major can have equal shapes.
 """
 
 import hashlib
@@ -21,8 +21,18 @@ from typing import Any
 import torch
 
 from kvferry.errors import LayoutError
+from kvferry.object_order import (
+    ORDERS,
+    Place,
+    canonical_meaning,
+    check_groups,
+    dense_strides,
+    places,
+    strided_segments,
+)
 from kvferry.runs import Run, page_runs
 from kvferry.segments import Segment
+from kvferry.sharding import Sharding
 
 FORMAT_VERSION = 1
 """Version of the object's bytes; part of every fingerprint."""
@@ -90,6 +100,12 @@ class Pool:
             dimension does.
         token_planes: for pages that hold one plane after another (keys, then scales), the bytes of
             one token in each plane; empty where `token_axis` tells.
+        shard_axis: the axis of `row_shape` that tensor-parallel ranks share out; None where every
+            rank holds the same bytes. It says what may be read by other ranks, and is no part of
+            the fingerprint.
+        shard_parts: this rank's entries of each part that is concatenated along that axis.
+        shard_totals: all ranks' entries of each part; see `sharding`.
+        head_group: pools of one group are interleaved by head in canonical order.
     """
 
     name: str
@@ -103,6 +119,17 @@ class Pool:
     order: tuple[int, ...]
     token_axis: int | None
     token_planes: tuple[int, ...]
+    shard_axis: int | None = None
+    shard_parts: tuple[int, ...] = ()
+    shard_totals: tuple[int, ...] = ()
+    head_group: str = ""
+
+    @property
+    def shard_dim(self) -> int | None:
+        """The page's dimension that is sharded, None where every rank holds the same bytes."""
+        if self.shard_axis is None:
+            return None
+        return self.shard_axis + (1 if self.rows == "token" else 0)
 
     @property
     def item_bytes(self) -> int:
@@ -117,7 +144,7 @@ class Buffer:
     Attributes:
         pool: the pool it belongs to.
         layer_id: the layer that owns it.
-        object_offset: where its page begins in the object.
+        object_offset: where its page's first entry lies in the object.
         tensor: the tensor itself, held so that its memory stays; None while unbound.
         address: address of page 0's first byte; 0 while unbound.
         page_stride_bytes: from one page to the next, which is not the page's size.
@@ -125,6 +152,8 @@ class Buffer:
         runs: the page's contiguous parts, in object order; their lengths add up to `page_bytes`.
         alignment_bytes: 16, 8, 4, 2 or 1: the widest access that is aligned at every run of every
             page, in the pool and in an object that begins at a multiple of 16.
+        page_strides: bytes from one entry to the next of each of the page's dimensions.
+        object_strides: the same in the object.
     """
 
     pool: Pool
@@ -136,6 +165,20 @@ class Buffer:
     num_pages: int
     runs: tuple[Run, ...]
     alignment_bytes: int
+    page_strides: tuple[int, ...]
+    object_strides: tuple[int, ...]
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether a page lies whole in memory and in the object, as planes of tokens."""
+        whole = len(self.runs) == 1 and self.runs[0].count == 1
+        same = all(
+            size == 1 or inner == outer
+            for size, inner, outer in zip(
+                self.pool.page_shape, self.page_strides, self.object_strides, strict=True
+            )
+        )
+        return bool(self.pool.token_planes) and whole and same
 
 
 @dataclass(frozen=True)
@@ -146,12 +189,20 @@ class PoolTensors:
         name, space, rows: as in `Pool`.
         tensors: layer id to tensor `[num_rows, *row_shape]`. Any strides that do not overlap, so
             views (`permute`, `select`, a half of an allocation) are described without a copy.
+        token_axis, token_planes, shard_axis, shard_parts, shard_totals, head_group: as in `Pool`.
+            `shard_parts` is the whole axis by default, `shard_totals` the parts times the ranks.
     """
 
     name: str
     space: str
     rows: str
     tensors: Mapping[int, torch.Tensor]
+    token_axis: int | None = None
+    token_planes: tuple[int, ...] = ()
+    shard_axis: int | None = None
+    shard_parts: tuple[int, ...] = ()
+    shard_totals: tuple[int, ...] = ()
+    head_group: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,6 +222,7 @@ class CacheLayout:
         window_pages: trailing pages that the `swa` space needs; None means the whole prefix.
         device: the device of all tensors; None while unbound.
         fingerprint: 32 hex digits, a hash of all that changes the bytes' meaning.
+        order: `pool` or `canonical`, the order of bytes in objects; see `object_order`.
     """
 
     page_size: int
@@ -184,6 +236,7 @@ class CacheLayout:
     window_pages: int | None
     device: torch.device | None
     fingerprint: str
+    order: str = "pool"
 
     @classmethod
     def from_description(
@@ -193,9 +246,11 @@ class CacheLayout:
 
         Args:
             description: `page_size`, `num_layers`, `pools` (each with `name`, `index`, `rows`,
-                `row_shape`, `dtype`, `layers`, and optionally `page_bytes`), and optionally
-                `window_tokens` and `object_bytes`. The optional sizes are compared with what comes
-                out. Other entries (`note`, `source`, `detail`) are ignored.
+                `row_shape`, `dtype`, `layers`, and optionally `page_bytes`, `token_axis`,
+                `token_planes`, `shard_axis`, `shard_parts`, `shard_totals`, `head_group`), and
+                optionally `order`, `window_tokens` and `object_bytes`. The optional sizes are
+                compared with what comes out. Other entries (`note`, `source`, `detail`) are
+                ignored.
             identity: who writes these bytes.
 
         Raises:
@@ -203,15 +258,19 @@ class CacheLayout:
         """
         page_size = _positive(description, "page_size", "description")
         num_layers = _positive(description, "num_layers", "description")
-        pools = tuple(_pool(entry, page_size, num_layers) for entry in description["pools"])
+        identity = identity or ModelIdentity()
+        pools = tuple(
+            _pool(entry, page_size, num_layers, identity.tp[1]) for entry in description["pools"]
+        )
         window_tokens = description.get("window_tokens")
         layout = _assemble(
             page_size,
             num_layers,
             pools,
-            identity or ModelIdentity(),
+            identity,
             None if window_tokens is None else -(-int(window_tokens) // page_size),
             {},
+            description.get("order", "pool"),
         )
         for space, wanted in description.get("object_bytes", {}).items():
             got = layout.object_bytes.get(space)
@@ -228,6 +287,7 @@ class CacheLayout:
         num_layers: int,
         window_tokens: int | None = None,
         identity: ModelIdentity | None = None,
+        order: str = "pool",
     ) -> "CacheLayout":
         """Build a bound layout from tensors alone; shapes and dtypes are taken from them.
 
@@ -247,12 +307,19 @@ class CacheLayout:
                     "row_shape": list(first.shape[1:]),
                     "dtype": _dtype_name(first.dtype),
                     "layers": sorted(pool.tensors),
+                    "token_axis": pool.token_axis,
+                    "token_planes": pool.token_planes,
+                    "shard_axis": pool.shard_axis,
+                    "shard_parts": pool.shard_parts,
+                    "shard_totals": pool.shard_totals,
+                    "head_group": pool.head_group,
                 }
             )
         description: dict[str, Any] = {
             "page_size": page_size,
             "num_layers": num_layers,
             "pools": entries,
+            "order": order,
         }
         if window_tokens is not None:
             description["window_tokens"] = window_tokens
@@ -288,8 +355,20 @@ class CacheLayout:
                         f"{order}, wanted {first} as in layer {pool.layer_ids[0]}"
                     )
             pools.append(replace(pool, order=first))
+        return self._assembled(tuple(pools), self.identity, tensors)
+
+    def of_rank(self, identity: ModelIdentity) -> "CacheLayout":
+        """Return the unbound layout of another rank of the same model, pools alike."""
+        return self._assembled(self.pools, identity, {})
+
+    def _assembled(
+        self,
+        pools: tuple[Pool, ...],
+        identity: ModelIdentity,
+        tensors: Mapping[str, Mapping[int, torch.Tensor]],
+    ) -> "CacheLayout":
         return _assemble(
-            self.page_size, self.num_layers, tuple(pools), self.identity, self.window_pages, tensors
+            self.page_size, self.num_layers, pools, identity, self.window_pages, tensors, self.order
         )
 
     @property
@@ -332,6 +411,11 @@ class CacheLayout:
         """
         segments = []
         for buffer in self.buffers[space]:
+            if self.order == "canonical" and not (by_token and buffer.has_planes):
+                if by_token and buffer.pool.token_axis is None:
+                    raise _not_cut(buffer)
+                segments.extend(strided_segments(buffer, by_token=by_token))
+                continue
             offset = buffer.object_offset
             for run in self._token_runs(buffer) if by_token else buffer.runs:
                 segments.append(
@@ -350,7 +434,7 @@ class CacheLayout:
 
     def _token_runs(self, buffer: Buffer) -> Sequence[Run]:
         pool = buffer.pool
-        if pool.token_planes and len(buffer.runs) == 1 and buffer.runs[0].count == 1:
+        if buffer.has_planes:
             starts = itertools.accumulate(
                 (w * self.page_size for w in pool.token_planes), initial=0
             )
@@ -359,15 +443,19 @@ class CacheLayout:
                 for start, width in zip(starts, pool.token_planes, strict=False)
             ]
         if pool.token_axis is None or buffer.tensor is None:
-            raise LayoutError(
-                f"pool {pool.name!r} layer {buffer.layer_id}: its pages cannot be cut by tokens; "
-                "describe token_axis or token_planes, or move whole pages"
-            )
+            raise _not_cut(buffer)
         return _order_and_runs(pool, buffer.layer_id, buffer.tensor, by_token=True)[1]
 
     def num_ranges(self, space: str) -> int:
         """Return how many contiguous ranges a page has before it is packed."""
         return sum(run.count for buffer in self.buffers[space] for run in buffer.runs)
+
+
+def _not_cut(buffer: Buffer) -> LayoutError:
+    return LayoutError(
+        f"pool {buffer.pool.name!r} layer {buffer.layer_id}: its pages cannot be cut by tokens; "
+        "describe token_axis or token_planes, or move whole pages"
+    )
 
 
 def dtype_named(name: str, pool_name: str) -> torch.dtype:
@@ -400,7 +488,7 @@ def _same_names(what: str, got: set[Any], wanted: set[Any]) -> None:
         )
 
 
-def _pool(entry: Mapping[str, Any], page_size: int, num_layers: int) -> Pool:
+def _pool(entry: Mapping[str, Any], page_size: int, num_layers: int, tp_size: int) -> Pool:
     name = entry.get("name")
     if not isinstance(name, str) or not name:
         raise LayoutError(f"pool: name is {name!r}, wanted a non-empty string")
@@ -439,16 +527,22 @@ def _pool(entry: Mapping[str, Any], page_size: int, num_layers: int) -> Pool:
             f"{owner}: token_axis is {token_axis}, but page_shape {page_shape} has not "
             f"{page_size} tokens there"
         )
-    token_planes = tuple(int(width) for width in entry.get("token_planes", ()))
+    token_planes = tuple(int(width) for width in entry.get("token_planes") or ())
     if token_planes and sum(token_planes) * page_size > page_bytes:
         raise LayoutError(
             f"{owner}: token_planes {token_planes} of {page_size} tokens exceed the page's "
             f"{page_bytes} bytes"
         )
-    return Pool(
+    sharding = Sharding.of_entry(entry, row_shape, tp_size, owner)
+    pool = Pool(
         name, entry["index"], entry["rows"], row_shape, entry["dtype"], layer_ids, page_shape,
-        page_bytes, order, token_axis, token_planes,
+        page_bytes, order, token_axis, token_planes, **asdict(sharding),
     )  # fmt: skip
+    if pool.shard_dim is not None and (pool.shard_dim == token_axis or token_planes):
+        raise LayoutError(
+            f"{owner}: shard_axis is {pool.shard_axis}, wanted an axis that holds no tokens"
+        )
+    return pool
 
 
 def _check_tensor(pool: Pool, layer_id: int, tensor: torch.Tensor, page_size: int) -> None:
@@ -499,7 +593,11 @@ def _assemble(
     identity: ModelIdentity,
     window_pages: int | None,
     tensors: Mapping[str, Mapping[int, torch.Tensor]],
+    object_order: str,
 ) -> CacheLayout:
+    if object_order not in ORDERS:
+        raise LayoutError(f"order is {object_order!r}, wanted one of {ORDERS}")
+    check_groups(pools)
     names = [pool.name for pool in pools]
     if len(set(names)) != len(names) or not names:
         raise LayoutError(f"pools are named {names}, wanted at least one, each name once")
@@ -514,11 +612,11 @@ def _assemble(
         owners = {(pool.name, layer_id) for pool in members for layer_id in pool.layer_ids}
         offset, offsets, row = 0, [0], []
         for layer_id in range(num_layers):
-            for pool in members:
-                if (pool.name, layer_id) in owners:
-                    tensor = tensors[pool.name][layer_id] if tensors else None
-                    row.append(_buffer(pool, layer_id, offset, tensor))
-                    offset += pool.page_bytes
+            present = [pool for pool in members if (pool.name, layer_id) in owners]
+            for pool, place in zip(present, places(present, object_order), strict=True):
+                tensor = tensors[pool.name][layer_id] if tensors else None
+                row.append(_buffer(pool, layer_id, offset, place, tensor, object_order))
+            offset += sum(pool.page_bytes for pool in present)
             offsets.append(offset)
         if offset > MAX_OBJECT_BYTES:
             raise LayoutError(
@@ -543,23 +641,42 @@ def _assemble(
         num_pages,
         window_pages,
         device,
-        _fingerprint(page_size, num_layers, pools, identity),
+        _fingerprint(page_size, num_layers, pools, identity, object_order),
+        object_order,
     )
 
 
-def _buffer(pool: Pool, layer_id: int, offset: int, tensor: torch.Tensor | None) -> Buffer:
+def _buffer(
+    pool: Pool,
+    layer_id: int,
+    layer_offset: int,
+    place: Place,
+    tensor: torch.Tensor | None,
+    object_order: str,
+) -> Buffer:
     if tensor is None:
-        run = Run(0, pool.page_bytes, 1, pool.page_bytes)
-        alignment = math.gcd(16, pool.page_bytes, offset)
-        return Buffer(pool, layer_id, offset, None, 0, pool.page_bytes, 0, (run,), alignment)
-    _, runs, page_stride, num_pages = _order_and_runs(pool, layer_id, tensor)
-    address = tensor.data_ptr()
+        runs: tuple[Run, ...] = (Run(0, pool.page_bytes, 1, pool.page_bytes),)
+        address, page_stride, num_pages = 0, pool.page_bytes, 0
+        page_strides = dense_strides(pool.page_shape, pool.order, pool.item_bytes)
+    else:
+        _, runs, page_stride, num_pages = _order_and_runs(pool, layer_id, tensor)
+        address = tensor.data_ptr()
+        strides = [stride * pool.item_bytes for stride in tensor.stride()]
+        page_strides = tuple(strides if pool.rows == "token" else strides[1:])
+    offset = layer_offset + place.offset_bytes
     alignment = math.gcd(16, address, page_stride, offset)
     for run in runs:
         alignment = math.gcd(alignment, run.offset_bytes, run.length_bytes)
         if run.count > 1:
             alignment = math.gcd(alignment, run.pitch_bytes)
-    return Buffer(pool, layer_id, offset, tensor, address, page_stride, num_pages, runs, alignment)
+    buffer = Buffer(
+        pool, layer_id, offset, tensor, address, page_stride, num_pages, runs, alignment,
+        page_strides, place.strides_bytes,
+    )  # fmt: skip
+    if object_order == "pool":
+        return buffer
+    segments = strided_segments(buffer)
+    return replace(buffer, alignment_bytes=min(segment.alignment_bytes for segment in segments))
 
 
 def _one_device(buffers: Mapping[str, tuple[Buffer, ...]]) -> torch.device:
@@ -589,9 +706,13 @@ def _no_shared_memory(buffers: Mapping[str, tuple[Buffer, ...]]) -> None:
 
 
 def _fingerprint(
-    page_size: int, num_layers: int, pools: tuple[Pool, ...], identity: ModelIdentity
+    page_size: int,
+    num_layers: int,
+    pools: tuple[Pool, ...],
+    identity: ModelIdentity,
+    object_order: str,
 ) -> str:
-    meaning = {
+    meaning: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "page_size": page_size,
         "num_layers": num_layers,
@@ -610,5 +731,7 @@ def _fingerprint(
         ],
         "identity": asdict(identity),
     }
+    if object_order == "canonical":  # the order in memory no longer matters
+        meaning |= {"order": object_order, "pools": [canonical_meaning(pool) for pool in pools]}
     text = json.dumps(meaning, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
