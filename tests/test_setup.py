@@ -34,7 +34,7 @@ def constraints(path: Path) -> dict[str, Version]:
 
 
 def test_scripts_parse_and_can_run() -> None:
-    for name in ("scripts/setup.sh", ".ci/run"):
+    for name in ("scripts/setup.sh", "scripts/setup_engine.sh", ".ci/run"):
         subprocess.run(["bash", "-n", str(ROOT / name)], check=True, timeout=20)
         assert os.access(ROOT / name, os.X_OK), name
         assert "set -euo pipefail" in (ROOT / name).read_text()
