@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from bars import Bar, report
 
+from kvferry.kernels.device import PACK
 from kvferry.kernels.pack import Packer
 from kvferry.kernels.page_ids import PageIds
 from kvferry.layout import CacheLayout, dtype_named
@@ -76,7 +77,7 @@ def prepare(
         for part in plan.parts(PART_BYTES):
             ids = PageIds.upload(layout, part.page_ids, unique=False)
             layers = ((0, layout.num_layers),)
-            move = packer.move(ids, STAGING_ADDRESS, part.stride_bytes, layers, 0, unpack=False)
+            move = packer.describe(PACK, ids, STAGING_ADDRESS, part.stride_bytes, layers)
             num_launches += len(list(packer.launches(move)))
             num_ranges += len(part.addresses(STAGING_ADDRESS)) * (len(part.sizes) > 0)
             num_parts += 1

@@ -1,7 +1,7 @@
 """Where documents get their figures from: runs the demo and the benchmarks, then fills the texts.
 
 `make figures` measures anew: `benchmarks/results/*.json`, with date, machine and versions. With
-`--texts` only README's table and `docs/measured.md` are written from them; a test keeps both current.
+`--texts` it only writes README's table and `docs/measured.md` from them; a test keeps both so.
 """
 
 import json

@@ -3,6 +3,16 @@
 import triton
 import triton.language as tl
 
+PACK = 0
+UNPACK = 1
+SUM_ONLY = 2
+"""What a kernel does: pages to objects, objects to pages, or read objects for their checksums."""
+
+WHOLE = 0
+ZERO_TAIL = 1
+KEEP_TAIL = 2
+"""The last page of an unpack: all of it, or its first tokens and zeros, or its first tokens."""
+
 
 @triton.jit
 def divide(number, packed_divisor):
@@ -20,3 +30,23 @@ def load_page_id(ids_address, page, mask, ID_BYTES: tl.constexpr):
     else:
         page_id = tl.load(ids_address.to(tl.pointer_type(tl.int64)) + page, mask=mask, other=-1)
     return page_id.to(tl.int64)
+
+
+@triton.jit
+def checksum_terms(value, position, WIDTH: tl.constexpr):
+    """What `value`, of WIDTH bytes at byte `position` of its object, adds to the checksum.
+
+    The checksum is the sum of every little-endian 32-bit word w_i of the object times 2 i + 1,
+    modulo 2**64; see `checksum`. A product of 32 by 32 bits is one instruction.
+    """
+    weight = ((position >> 2) * 2 + 1).to(tl.uint32)
+    if WIDTH == 8:
+        low = value.to(tl.uint32).to(tl.uint64) * weight.to(tl.uint64)
+        high = (value >> 32).to(tl.uint32).to(tl.uint64) * (weight + 2).to(tl.uint64)
+        terms = low + high
+    elif WIDTH == 4:
+        terms = value.to(tl.uint32).to(tl.uint64) * weight.to(tl.uint64)
+    else:
+        word = (value.to(tl.uint16) if WIDTH == 2 else value.to(tl.uint8)).to(tl.uint64)
+        terms = (word << ((position & 3) * 8).to(tl.uint64)) * weight.to(tl.uint64)
+    return terms.to(tl.int64)

@@ -6,21 +6,25 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from kvferry.errors import ArgumentError
+from kvferry.kernels.checksum import checksums_reference
+from kvferry.kernels.device import KEEP_TAIL, PACK, UNPACK, WHOLE, ZERO_TAIL
 from kvferry.kernels.handles import Launch, is_interpreted
+from kvferry.kernels.launches import launches_of
 from kvferry.kernels.page_ids import AnyIds, PageIds
 from kvferry.kernels.reference import PageView, pack_reference, unpack_reference
 from kvferry.kernels.tables import Move, Tables, build_tables, layer_ranges
-from kvferry.kernels.tiles import _move_tiles_kernel, tile_launches
-from kvferry.kernels.units import unit_launches
+from kvferry.kernels.tiles import _move_tiles_kernel
 from kvferry.launch import DEFAULT_LAUNCH, LaunchConfig
 from kvferry.layout import CacheLayout
 from kvferry.segments import Segment
 
 BACKENDS = ("auto", "triton", "reference")
+TAILS = {"zero": ZERO_TAIL, "keep": KEEP_TAIL}
 
 
 class Packer:
@@ -64,9 +68,11 @@ class Packer:
         self.space = space
         self.device = layout.device
         self._config = config
+        self._own_segments = segments is not None
         self._segments = tuple(layout.segments(space) if segments is None else segments)
-        self._tables: dict[int, Tables] = {}
-        self._views: dict[tuple[tuple[int, int], ...], list[PageView]] = {}
+        self._token_segments: tuple[Segment, ...] | None = None
+        self._tables: dict[tuple[int, bool], Tables] = {}
+        self._views: dict[tuple[bool, tuple[tuple[int, int], ...]], list[PageView]] = {}
 
     def pack(
         self,
@@ -76,6 +82,7 @@ class Packer:
         stride_bytes: int | None = None,
         layers: Sequence[int] | None = None,
         origin_bytes: int = 0,
+        sums: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
         """Gather pages into objects: page `page_ids[i]` to `objects[i * stride_bytes:]`.
@@ -93,13 +100,16 @@ class Packer:
             layers: ascending layer ids to move; all by default.
             origin_bytes: offset in the object at which `objects[0]` stands: 0 for whole objects;
                 for memory that holds one layer group of each, the group's first offset.
+            sums: contiguous int64 `[num_pages]` on the pools' device. What these layers contribute
+                to each object's checksum (see `checksum`) is added to it, in the same pass.
             backend: `auto` (kernels on a GPU, plain torch on a CPU), `triton` (kernels; on a CPU
                 in Triton's interpreter), or `reference` (plain torch).
 
         Raises:
             ArgumentError: an argument is wrong; nothing was launched.
         """
-        self._move(page_ids, objects, stride_bytes, layers, origin_bytes, backend, unpack=False)
+        where = _Where(objects, stride_bytes, layers, origin_bytes, sums)
+        self._move(PACK, page_ids, where, backend, WHOLE, 0)
 
     def unpack(
         self,
@@ -109,6 +119,9 @@ class Packer:
         stride_bytes: int | None = None,
         layers: Sequence[int] | None = None,
         origin_bytes: int = 0,
+        sums: torch.Tensor | None = None,
+        tail_tokens: int | None = None,
+        tail: str = "zero",
         backend: str = "auto",
     ) -> None:
         """Scatter objects into pages: `objects[i * stride_bytes:]` to page `page_ids[i]`.
@@ -116,33 +129,55 @@ class Packer:
         As `pack`, the other way: `objects` is read, the pools are written, and no page id may
         occur twice. All other bytes of the pools stay as they are.
 
+        Args:
+            page_ids: destinations, each once.
+            objects: as in `pack`, read.
+            stride_bytes: as in `pack`.
+            layers: as in `pack`.
+            origin_bytes: as in `pack`.
+            sums: as in `pack`: of what was read.
+            tail_tokens: how many tokens of the last page are wanted, 0 .. page_size; all of them by
+                default.
+            tail: what becomes of the last page's other tokens: `zero`, or `keep` what is there.
+            backend: as in `pack`.
+
         Raises:
             ArgumentError: an argument is wrong; nothing was launched.
+            LayoutError: `tail_tokens` is given, and a pool's pages cannot be cut by tokens.
         """
-        self._move(page_ids, objects, stride_bytes, layers, origin_bytes, backend, unpack=True)
+        kind = WHOLE
+        if tail_tokens is not None:
+            if tail not in TAILS:
+                raise ArgumentError(f"tail is {tail!r}, wanted one of {tuple(TAILS)}")
+            if not 0 <= tail_tokens <= self.layout.page_size:
+                raise ArgumentError(
+                    f"tail_tokens is {tail_tokens}, wanted 0 .. {self.layout.page_size}"
+                )
+            kind = TAILS[tail] if tail_tokens < self.layout.page_size else WHOLE
+        where = _Where(objects, stride_bytes, layers, origin_bytes, sums)
+        self._move(UNPACK, page_ids, where, backend, kind, tail_tokens or 0)
 
     def launches(self, move: Move) -> Iterator[Launch]:
         """Yield a move's launches: one per kernel variant, 64 Ki rows, and range of layers.
 
         So the host's work does not grow with the number of layers, buffers or pages.
         """
-        tables = self._tables_for(math.gcd(16, move.object_address, move.stride_bytes))
-        if tables.tiles is not None:
-            yield from tile_launches(tables.tiles, move, self._config)
-        for table in tables.units:
-            yield from unit_launches(table, move, self._config)
+        align = math.gcd(16, move.object_address, move.stride_bytes)
+        yield from launches_of(self._tables_for(align, move.tail != WHOLE), move, self._config)
 
-    def move(
+    def describe(
         self,
+        kind: int,
         ids: PageIds,
         objects_address: int,
         stride_bytes: int,
         ranges: tuple[tuple[int, int], ...],
-        origin_bytes: int,
-        *,
-        unpack: bool,
+        origin_bytes: int = 0,
+        sums: torch.Tensor | None = None,
+        tail: int = WHOLE,
+        tail_tokens: int = 0,
     ) -> Move:
-        """Return the description of a move whose arguments have been checked."""
+        """Return a move as its launches need it; the arguments have been checked."""
         return Move(
             ids.on_device.data_ptr(),
             ids.on_device.element_size(),
@@ -151,35 +186,51 @@ class Packer:
             objects_address - origin_bytes,
             stride_bytes,
             ranges,
-            unpack,
+            kind,
+            0 if sums is None else sums.data_ptr(),
+            tail,
+            tail_tokens,
         )
 
     def _move(
-        self,
-        page_ids: AnyIds,
-        objects: torch.Tensor,
-        stride_bytes: int | None,
-        layers: Sequence[int] | None,
-        origin_bytes: int,
-        backend: str,
-        *,
-        unpack: bool,
+        self, kind: int, page_ids: AnyIds, where: "_Where", backend: str, tail: int, tokens: int
     ) -> None:
+        objects, origin = where.objects, where.origin_bytes
         use_kernels = self._use_kernels(backend, objects)
-        ids = PageIds.check(self.layout, self.space, page_ids, unique=unpack)
-        stride = self.layout.object_bytes[self.space] if stride_bytes is None else stride_bytes
-        ranges = self._ranges(layers)
-        self._check_objects(objects, len(ids), stride, ranges, origin_bytes)
+        ids = PageIds.check(self.layout, self.space, page_ids, unique=kind == UNPACK)
+        stride = where.stride_bytes
+        if stride is None:
+            stride = self.layout.object_bytes[self.space]
+        ranges = self._ranges(where.layers)
+        self._check_objects(objects, len(ids), stride, ranges, origin)
+        _check_sums(where.sums, len(ids), self.device)
+        segments = self._segments_for(tail != WHOLE)
         if not len(ids) or not ranges:
             return
         if use_kernels:
             address = objects.data_ptr()
-            move = self.move(ids, address, stride, ranges, origin_bytes, unpack=unpack)
+            move = self.describe(
+                kind, ids, address, stride, ranges, origin, where.sums, tail, tokens
+            )
             for launch in self.launches(move):
                 launch.start(self.device)
+            return
+        views = self._views_of(segments, ranges)
+        if kind == PACK:
+            pack_reference(views, ids.on_device, objects, stride, origin)
         else:
-            reference = unpack_reference if unpack else pack_reference
-            reference(self._views_of(ranges), ids.on_device, objects, stride, origin_bytes)
+            unpack_reference(views, ids.on_device, objects, stride, origin, tail, tokens)
+        if where.sums is not None:
+            offsets = self.layout.layer_offsets[self.space]
+            for first, end in ranges:
+                piece = checksums_reference(
+                    objects[offsets[first] - origin :],
+                    len(ids),
+                    offsets[end] - offsets[first],
+                    stride,
+                    position=offsets[first],
+                )
+                where.sums.add_(piece)
 
     def _use_kernels(self, backend: str, objects: torch.Tensor) -> bool:
         if backend not in BACKENDS:
@@ -243,26 +294,59 @@ class Packer:
                 f"{num_objects} pages"
             )
 
-    def _tables_for(self, object_align_bytes: int) -> Tables:
-        tables = self._tables.get(object_align_bytes)
+    def _segments_for(self, by_token: bool) -> tuple[Segment, ...]:
+        if not by_token or self._own_segments:
+            return self._segments
+        if self._token_segments is None:
+            self._token_segments = self.layout.segments(self.space, by_token=True)
+        return self._token_segments
+
+    def _tables_for(self, object_align_bytes: int, by_token: bool) -> Tables:
+        key = (object_align_bytes, by_token)
+        tables = self._tables.get(key)
         if tables is None:
             tables = build_tables(
-                self._segments,
+                self._segments_for(by_token),
                 self.layout.num_layers,
                 self.device,
                 object_align_bytes,
                 self._config,
             )
-            self._tables[object_align_bytes] = tables
+            self._tables[key] = tables
         return tables
 
-    def _views_of(self, ranges: tuple[tuple[int, int], ...]) -> list[PageView]:
-        views = self._views.get(ranges)
+    def _views_of(
+        self, segments: tuple[Segment, ...], ranges: tuple[tuple[int, int], ...]
+    ) -> list[PageView]:
+        key = (segments is self._segments, ranges)
+        views = self._views.get(key)
         if views is None:
             views = [
                 PageView(segment)
-                for segment in self._segments
+                for segment in segments
                 if any(first <= segment.layer_id < end for first, end in ranges)
             ]
-            self._views[ranges] = views
+            self._views[key] = views
         return views
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Where a move's objects are: the arguments that `pack` and `unpack` share."""
+
+    objects: torch.Tensor
+    stride_bytes: int | None
+    layers: Sequence[int] | None
+    origin_bytes: int
+    sums: torch.Tensor | None
+
+
+def _check_sums(sums: torch.Tensor | None, num_pages: int, device: torch.device) -> None:
+    if sums is None:
+        return
+    if sums.dtype != torch.int64 or sums.shape != (num_pages,) or not sums.is_contiguous():
+        raise ArgumentError(
+            f"sums are {sums.dtype} {list(sums.shape)}, wanted contiguous int64 [{num_pages}]"
+        )
+    if sums.device != device:
+        raise ArgumentError(f"sums are on {sums.device}, wanted {device}, as the pools")

@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from kvferry.kernels.device import WHOLE, ZERO_TAIL
 from kvferry.segments import Segment
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -30,6 +31,9 @@ class PageView:
         )
         if segment.count > 1:
             width = math.gcd(width, segment.pool_pitch_bytes, segment.object_pitch_bytes)
+        width = math.gcd(
+            width, segment.token_bytes, segment.token_part_bytes, segment.token_start_bytes
+        )
         self.segment = segment
         self.pages = torch.empty(0, dtype=_WORDS[width], device=segment.tensor.device).set_(
             storage,
@@ -72,10 +76,29 @@ def pack_reference(
 
 def unpack_reference(
     views: list[PageView], page_ids: torch.Tensor, objects: torch.Tensor, stride_bytes: int,
-    origin_bytes: int,
+    origin_bytes: int, tail: int = WHOLE, tail_tokens: int = 0,
 ) -> None:  # fmt: skip
     """Scatter `objects` into pages `page_ids` `[num_pages]` of each view; see `Packer.unpack`."""
     ids = page_ids.to(torch.int64)
+    whole = len(ids) if tail == WHOLE else len(ids) - 1
     for view in views:
         pages, packed = view.in_objects(objects, origin_bytes, len(ids), stride_bytes)
-        pages[ids] = packed
+        pages[ids[:whole]] = packed[:whole]
+        if tail != WHOLE:
+            _unpack_tail(view.segment, pages[ids[-1]], packed[-1], tail, tail_tokens)
+
+
+def _unpack_tail(
+    segment: Segment, page: torch.Tensor, packed: torch.Tensor, tail: int, tail_tokens: int
+) -> None:
+    """Move the first tokens of one page, `[count, words]` or `[words]`; zero or keep the rest."""
+    page, packed = page.view(segment.count, -1), packed.view(segment.count, -1)
+    width = page.element_size()
+    byte = torch.arange(0, segment.part_bytes, width, device=page.device)[None, :]
+    part = torch.arange(segment.count, device=page.device)[:, None]
+    if segment.token_bytes:
+        token_byte = segment.token_start_bytes + part * segment.token_part_bytes + byte
+        moved = token_byte < tail_tokens * segment.token_bytes
+    else:
+        moved = torch.ones_like(page, dtype=torch.bool)
+    page.copy_(torch.where(moved, packed, 0 if tail == ZERO_TAIL else page))

@@ -14,8 +14,9 @@ import torch
 from kvferry.launch import LaunchConfig
 from kvferry.segments import Segment
 
-TILE_COLUMNS = 4
-UNIT_COLUMNS = 9
+TILE_COLUMNS = 6
+UNIT_COLUMNS = 12
+_UNCUT = -(1 << 40)  # where its tokens' bytes begin, if a segment is not cut: before any token
 _TILE_ALIGN_BYTES = 128  # a cache line: two tiles of a run never share one
 
 
@@ -29,6 +30,7 @@ class Table:
             `[layer_starts[i], layer_starts[i + 1])`.
         unit_bytes: width of one access, 16 for the page kernel.
         max_units: most units of one page in a row; 0 for the page kernel.
+        min_units: fewest of them.
         bytes_per_page: what all rows move for one page.
     """
 
@@ -36,6 +38,7 @@ class Table:
     layer_starts: tuple[int, ...]
     unit_bytes: int
     max_units: int
+    min_units: int
     bytes_per_page: int
 
     def row_address(self, row: int) -> int:
@@ -55,7 +58,11 @@ class Move:
         object_address: of object 0, such that the layout's offsets count from here.
         stride_bytes: from one object to the next.
         layer_ranges: `[first, end)` ranges of layer ids, ascending.
-        unpack: objects to pages, else pages to objects.
+        kind: PACK, UNPACK or SUM_ONLY, see `device`.
+        sums_address: address of `[num_pages]` int64 that the objects' checksums are added to; 0 if
+            none are wanted.
+        tail: WHOLE, ZERO_TAIL or KEEP_TAIL, see `device`.
+        tail_tokens: tokens of the last page that are moved, unless it is WHOLE.
     """
 
     ids_address: int
@@ -65,17 +72,27 @@ class Move:
     object_address: int
     stride_bytes: int
     layer_ranges: tuple[tuple[int, int], ...]
-    unpack: bool
+    kind: int
+    sums_address: int = 0
+    tail: int = 0
+    tail_tokens: int = 0
+
+    @property
+    def with_sums(self) -> bool:
+        """Whether checksums are wanted."""
+        return self.sums_address != 0
 
 
 @dataclass(frozen=True)
 class Tables:
     """All that one index space needs: `tiles` for the page kernel, `units` for the short runs.
 
-    `tiles` rows: address at page 0, page stride, offset in the object, bytes.
+    `tiles` rows: address at page 0, page stride, offset in the object, bytes, a token's bytes, and
+    how far into its tokens' bytes the tile begins.
     `units` rows, one per segment: address at page 0, page stride, offset in the object, units in
-    one part, units in a page, pitch in the pool, pitch in the object, and the multipliers of the
-    divisions by the two numbers of units (see `divisor`).
+    one part, units in a page, pitch in the pool, pitch in the object, the multipliers of the
+    divisions by the two numbers of units (see `divisor`), a token's bytes, and how the tokens'
+    bytes advance by part, and where they begin (see `Segment`).
     """
 
     tiles: Table | None
@@ -107,11 +124,11 @@ def build_tables(
         else:
             units[width].extend(segment.layer_id, [_unit_row(segment, width)])
     return Tables(
-        tiles.table(device, 0),
+        tiles.table(device, []),
         tuple(
             table
             for rows in units.values()
-            if (table := rows.table(device, max((row[4] for row in rows.rows), default=0)))
+            if (table := rows.table(device, [row[4] for row in rows.rows]))
         ),
     )
 
@@ -154,16 +171,17 @@ class _Rows:
         self.rows.extend(rows)
         self.layers.extend([layer_id] * len(rows))
 
-    def table(self, device: torch.device, max_units: int) -> Table | None:
+    def table(self, device: torch.device, num_units: list[int]) -> Table | None:
         if not self.rows:
             return None
-        column = 4 if max_units else 3
-        scale = self.unit_bytes if max_units else 1
+        column = 4 if num_units else 3
+        scale = self.unit_bytes if num_units else 1
         return Table(
             torch.tensor(self.rows, dtype=torch.int64).to(device),
             tuple(bisect.bisect_left(self.layers, layer) for layer in range(self.num_layers + 1)),
             self.unit_bytes,
-            max_units,
+            max(num_units, default=0),
+            min(num_units, default=0),
             sum(row[column] for row in self.rows) * scale,
         )
 
@@ -176,12 +194,17 @@ def _tile_rows(segment: Segment, tile_bytes: int) -> list[tuple[int, ...]]:
     rows: list[tuple[int, ...]] = []
     for part in range(segment.count):
         for inner in range(0, segment.part_bytes, tile):
+            num_bytes = min(tile, segment.part_bytes - inner)
+            token_start = segment.token_start_bytes + part * segment.token_part_bytes + inner
             rows.append(
                 (
                     segment.address + part * segment.pool_pitch_bytes + inner,
                     segment.page_stride_bytes,
                     segment.object_offset + part * segment.object_pitch_bytes + inner,
-                    min(tile, segment.part_bytes - inner),
+                    num_bytes,
+                    segment.token_bytes,
+                    # Not cut by tokens: 0 bytes per token, less this, are all of its bytes.
+                    token_start if segment.token_bytes else -num_bytes,
                 )
             )
     return rows
@@ -199,4 +222,7 @@ def _unit_row(segment: Segment, width: int) -> tuple[int, ...]:
         segment.object_pitch_bytes,
         divisor(units),
         divisor(units * segment.count),
+        segment.token_bytes,
+        segment.token_part_bytes,
+        segment.token_start_bytes if segment.token_bytes else _UNCUT,
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from kvferry.kernels.device import divide, load_page_id
+from kvferry.kernels.device import checksum_terms, divide, load_page_id
 from kvferry.kernels.handles import Launch
 from kvferry.kernels.tables import Move, Table
 from kvferry.launch import LaunchConfig
@@ -17,26 +17,36 @@ from kvferry.launch import LaunchConfig
 MAX_ROWS_PER_LAUNCH = 65535
 """Grid limit along the second axis."""
 
+FEW_PAGES_UNITS = 128
+"""From so many units per page on, a program's pages are so few that it sums one after another."""
+
 _UNIT_ARGUMENTS = (
-    "rows_address", "ids_address", "object_address", "object_stride", "num_pages", "num_pool_pages",
+    "rows_address", "ids_address", "object_address", "object_stride", "sums_address", "num_pages",
+    "num_pool_pages", "tail_page", "tail_tokens",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UNIT_ARGUMENTS)
 def _move_units_kernel(
-    rows_address: tl.int64,  # [num_rows, 9] int64, see `Tables.units`
+    rows_address: tl.int64,  # [num_rows, 12] int64, see `Tables.units`
     ids_address: tl.int64,  # [num_pages] page ids of ID_BYTES each
     object_address: tl.int64,  # object 0, such that row offsets count from here
     object_stride: tl.int64,
+    sums_address: tl.int64,  # [num_pages] int64, added to; if SUM
     num_pages: tl.int32,
     num_pool_pages: tl.int64,
+    tail_page: tl.int64,  # which page has the tail; if TAIL
+    tail_tokens: tl.int64,
     UNITS: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
-    UNPACK: tl.constexpr,
+    MOVE: tl.constexpr,  # PACK, UNPACK or SUM_ONLY
     ID_BYTES: tl.constexpr,
+    TAIL: tl.constexpr,  # WHOLE, ZERO_TAIL or KEEP_TAIL
+    SUM: tl.constexpr,
+    FEW_PAGES: tl.constexpr,
 ):
     row = (
-        rows_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * 9
+        rows_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * 12
     )
     units_per_part = tl.load(row + 3).to(tl.int32)
     units_per_page = tl.load(row + 4).to(tl.int32)
@@ -49,50 +59,81 @@ def _move_units_kernel(
         in_page = unit - page * units_per_page
         part = divide(in_page, tl.load(row + 7))
         in_part = in_page - part * units_per_part
-        page_id = load_page_id(ids_address.to(tl.int64), page, mask, ID_BYTES)
-        mask = mask & (page_id >= 0) & (page_id < num_pool_pages)
-        pool_offset = (
-            page_id * tl.load(row + 1)
-            + part.to(tl.int64) * tl.load(row + 5)
-            + in_part.to(tl.int64) * UNIT_BYTES
-        )
-        packed_offset = (
-            page.to(tl.int64) * object_stride
+        position = (  # in the object
+            tl.load(row + 2)
             + part.to(tl.int64) * tl.load(row + 6)
             + in_part.to(tl.int64) * UNIT_BYTES
         )
-        pool = tl.load(row)
-        packed = object_address.to(tl.int64) + tl.load(row + 2)
+        packed = page.to(tl.int64) * object_stride + position
+        if MOVE != 2:
+            page_id = load_page_id(ids_address.to(tl.int64), page, mask, ID_BYTES)
+            mask = mask & (page_id >= 0) & (page_id < num_pool_pages)
+            pool = (
+                page_id * tl.load(row + 1)
+                + part.to(tl.int64) * tl.load(row + 5)
+                + in_part.to(tl.int64) * UNIT_BYTES
+            )
+        else:
+            pool = packed
+        kept = mask
+        if TAIL != 0:
+            token_byte = (
+                tl.load(row + 11)
+                + part.to(tl.int64) * tl.load(row + 10)
+                + in_part.to(tl.int64) * UNIT_BYTES
+            )
+            cut = (page == tail_page) & (token_byte >= tail_tokens.to(tl.int64) * tl.load(row + 9))
+            kept = mask & (cut == 0)
+        pool_address = tl.load(row)
+        object_address = object_address.to(tl.int64)
         if UNIT_BYTES == 16:
             half = tl.arange(0, 2)[None, :]
-            pool_words = tl.multiple_of(pool.to(tl.pointer_type(tl.int64)), 16) + (
-                tl.multiple_of(pool_offset >> 3, 2)[:, None] + half
+            pool_units = tl.multiple_of(pool_address.to(tl.pointer_type(tl.int64)), 16) + (
+                tl.multiple_of(pool >> 3, 2)[:, None] + half
             )
-            packed_words = tl.multiple_of(packed.to(tl.pointer_type(tl.int64)), 16) + (
-                tl.multiple_of(packed_offset >> 3, 2)[:, None] + half
+            packed_units = tl.multiple_of(object_address.to(tl.pointer_type(tl.int64)), 16) + (
+                tl.multiple_of(packed >> 3, 2)[:, None] + half
             )
-            mask2 = mask[:, None]
-            if UNPACK:
-                tl.store(pool_words, tl.load(packed_words, mask=mask2), mask=mask2)
-            else:
-                tl.store(packed_words, tl.load(pool_words, mask=mask2), mask=mask2)
+            position = position[:, None] + half * 8
+            mask = mask[:, None]
+            kept = kept[:, None]
+        elif UNIT_BYTES == 8:
+            pool_units = pool_address.to(tl.pointer_type(tl.int64)) + (pool >> 3)
+            packed_units = object_address.to(tl.pointer_type(tl.int64)) + (packed >> 3)
+        elif UNIT_BYTES == 4:
+            pool_units = pool_address.to(tl.pointer_type(tl.int32)) + (pool >> 2)
+            packed_units = object_address.to(tl.pointer_type(tl.int32)) + (packed >> 2)
+        elif UNIT_BYTES == 2:
+            pool_units = pool_address.to(tl.pointer_type(tl.int16)) + (pool >> 1)
+            packed_units = object_address.to(tl.pointer_type(tl.int16)) + (packed >> 1)
         else:
-            if UNIT_BYTES == 8:
-                pool_units = pool.to(tl.pointer_type(tl.int64)) + (pool_offset >> 3)
-                packed_units = packed.to(tl.pointer_type(tl.int64)) + (packed_offset >> 3)
-            elif UNIT_BYTES == 4:
-                pool_units = pool.to(tl.pointer_type(tl.int32)) + (pool_offset >> 2)
-                packed_units = packed.to(tl.pointer_type(tl.int32)) + (packed_offset >> 2)
-            elif UNIT_BYTES == 2:
-                pool_units = pool.to(tl.pointer_type(tl.int16)) + (pool_offset >> 1)
-                packed_units = packed.to(tl.pointer_type(tl.int16)) + (packed_offset >> 1)
+            pool_units = pool_address.to(tl.pointer_type(tl.uint8)) + pool
+            packed_units = object_address.to(tl.pointer_type(tl.uint8)) + packed
+        if MOVE == 0:
+            value = tl.load(pool_units, mask=mask, other=0)
+            tl.store(packed_units, value, mask=mask)
+        else:
+            value = tl.load(packed_units, mask=mask, other=0)
+            if MOVE == 1:
+                if TAIL == 1:
+                    tl.store(pool_units, tl.where(kept, value, 0), mask=mask)
+                else:
+                    tl.store(pool_units, value, mask=kept)
+        if SUM:
+            sums = sums_address.to(tl.int64).to(tl.pointer_type(tl.int64))
+            if UNIT_BYTES == 16:
+                terms = tl.sum(checksum_terms(value, position, 8), axis=1)
             else:
-                pool_units = pool.to(tl.pointer_type(tl.uint8)) + pool_offset
-                packed_units = packed.to(tl.pointer_type(tl.uint8)) + packed_offset
-            if UNPACK:
-                tl.store(pool_units, tl.load(packed_units, mask=mask), mask=mask)
+                terms = checksum_terms(value, position, UNIT_BYTES)
+            if FEW_PAGES:
+                current = divide(first, tl.load(row + 8))
+                last = divide(tl.minimum(first + UNITS, num_units) - 1, tl.load(row + 8))
+                while current <= last:
+                    total = tl.sum(tl.where(page == current, terms, 0), axis=0)
+                    tl.atomic_add(sums + current, total, sem="relaxed")
+                    current += 1
             else:
-                tl.store(packed_units, tl.load(pool_units, mask=mask), mask=mask)
+                tl.atomic_add(sums + page, terms, mask=unit < num_units, sem="relaxed")
 
 
 def unit_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[Launch]:
@@ -117,9 +158,20 @@ def unit_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[La
                         move.ids_address + page * move.id_bytes,
                         move.object_address + page * move.stride_bytes,
                         move.stride_bytes,
+                        move.sums_address + page * 8,
                         num_pages,
                         move.num_pool_pages,
+                        move.num_pages - 1 - page,
+                        move.tail_tokens,
                     ),
-                    (config.units_per_program, table.unit_bytes, move.unpack, move.id_bytes),
+                    (
+                        config.units_per_program,
+                        table.unit_bytes,
+                        move.kind,
+                        move.id_bytes,
+                        move.tail,
+                        move.with_sums,
+                        move.with_sums and table.min_units >= FEW_PAGES_UNITS,
+                    ),
                     config.unit_warps,
                 )

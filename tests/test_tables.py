@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kernels.device import divide
-from kvferry.kernels.tables import Tables, build_tables, divisor, layer_ranges
+from kvferry.kernels.tables import TILE_COLUMNS, Tables, build_tables, divisor, layer_ranges
 from kvferry.launch import LaunchConfig
 from kvferry.layout import CacheLayout
 from kvferry.models import description, descriptions
@@ -64,8 +64,8 @@ def test_rows_cover_every_object_byte_once(model: str, tile_bytes: int) -> None:
         tables = tables_of(layout, space, LaunchConfig(tile_bytes=tile_bytes))
         covered = []
         if tables.tiles:
-            assert tables.tiles.rows.shape[1] == 4
-            for address, stride, offset, num_bytes in tables.tiles.rows.tolist():
+            assert tables.tiles.rows.shape[1] == TILE_COLUMNS
+            for address, stride, offset, num_bytes, *_ in tables.tiles.rows.tolist():
                 assert address % 16 == stride % 16 == offset % 16 == num_bytes % 16 == 0
                 assert 0 < num_bytes <= tile_bytes
                 covered.append((offset, num_bytes))

@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvferry.kernels.device import KEEP_TAIL, PACK, SUM_ONLY, UNPACK, WHOLE, ZERO_TAIL
 from kvferry.kernels.tiles import _move_tiles_kernel
 from kvferry.kernels.units import _move_units_kernel
 from kvferry.launch import DEFAULT_LAUNCH
@@ -66,31 +67,44 @@ class Compiled:
 def variants() -> Iterator[Variant]:
     """Yield every variant that the launchers use, with the default launch configuration."""
     launch = DEFAULT_LAUNCH
-    for unpack in (False, True):
-        way = "unpack" if unpack else "pack"
-        for id_bytes in (4, 8):
+    moves = (("pack", PACK, WHOLE), ("unpack", UNPACK, WHOLE), ("unpack_zero", UNPACK, ZERO_TAIL),
+             ("unpack_keep", UNPACK, KEEP_TAIL), ("sum", SUM_ONLY, WHOLE))  # fmt: skip
+    for way, kind, tail in moves:
+        for with_sums in (True,) if kind == SUM_ONLY else (False, True):
+            name = f"{way}_summed" if with_sums and kind != SUM_ONLY else way
             yield Variant(
-                f"{way}_tiles_id{id_bytes}",
+                f"{name}_tiles",
                 _move_tiles_kernel,
-                {"TILE_BYTES": launch.tile_bytes, "UNPACK": unpack, "ID_BYTES": id_bytes},
+                {
+                    "TILE_BYTES": launch.tile_bytes, "MOVE": kind, "ID_BYTES": 8, "TAIL": tail,
+                    "SUM": with_sums,
+                },
                 launch.tile_warps,
                 launch.tile_bytes,
                 16,
-            )
+            )  # fmt: skip
             for unit_bytes in (16, 8, 4, 2, 1):
-                yield Variant(
-                    f"{way}_units{unit_bytes}_id{id_bytes}",
-                    _move_units_kernel,
-                    {
-                        "UNITS": launch.units_per_program,
-                        "UNIT_BYTES": unit_bytes,
-                        "UNPACK": unpack,
-                        "ID_BYTES": id_bytes,
-                    },
-                    launch.unit_warps,
-                    launch.units_per_program * unit_bytes,
-                    unit_bytes,
-                )
+                for few in (False, True) if with_sums else (False,):
+                    yield Variant(
+                        f"{name}_units{unit_bytes}" + ("_few" if few else ""),
+                        _move_units_kernel,
+                        {
+                            "UNITS": launch.units_per_program, "UNIT_BYTES": unit_bytes,
+                            "MOVE": kind, "ID_BYTES": 8, "TAIL": tail, "SUM": with_sums,
+                            "FEW_PAGES": few,
+                        },
+                        launch.unit_warps,
+                        launch.units_per_program * unit_bytes,
+                        unit_bytes,
+                    )  # fmt: skip
+    yield Variant(
+        "pack_tiles_id4",
+        _move_tiles_kernel,
+        {"TILE_BYTES": launch.tile_bytes, "MOVE": PACK, "ID_BYTES": 4, "TAIL": WHOLE, "SUM": False},
+        launch.tile_warps,
+        launch.tile_bytes,
+        16,
+    )
 
 
 def compile_for(variant: Variant, target: GPUTarget) -> Any:

@@ -83,10 +83,11 @@ class Segment:
 
     @property
     def alignment_bytes(self) -> int:
-        """Widest access, 16 or fewer bytes, that is aligned in pool and object at every part."""
+        """Widest access, 16 bytes at most, that is aligned in pool, object and tokens."""
         alignment = math.gcd(
             16, self.address, self.page_stride_bytes, self.object_offset, self.part_bytes
         )
         if self.count > 1:
             alignment = math.gcd(alignment, self.pool_pitch_bytes, self.object_pitch_bytes)
-        return alignment
+        # An access must not straddle two tokens either: one may be moved and the other not.
+        return math.gcd(alignment, self.token_bytes, self.token_part_bytes, self.token_start_bytes)

@@ -1,0 +1,158 @@
+"""Checksums: kernels, reference and plain Python agree, and corruption shows."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import ArgumentError
+from kvferry.kernels.checksum import ObjectSums, checksums_reference
+from kvferry.kernels.pack import Packer
+from kvferry.launch import LaunchConfig
+from kvferry.layout import CacheLayout
+from kvferry.testing import make_tensors, object_bytes_of, write_telling
+
+NARROW = LaunchConfig(tile_bytes=1024, units_per_program=32, page_run_bytes=64)
+NUM_CORRUPTIONS = 10_000
+
+
+def by_hand(payload: bytes) -> int:
+    """The definition, in plain Python: a signed 64-bit number."""
+    total = 0
+    for index in range(0, len(payload), 4):
+        word = int.from_bytes(payload[index : index + 4], "little")
+        total += word * (2 * (index // 4) + 1)
+    total %= 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+@given(st.binary(min_size=1, max_size=300), st.integers(0, 8))
+def test_the_reference_is_the_definition(payload: bytes, position: int) -> None:
+    objects = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    sums = checksums_reference(objects, 1, len(payload), len(payload), position=position)
+    assert int(sums[0]) == by_hand(b"\0" * position + payload)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("object_bytes", [1, 15, 16, 105, 210, 4096, 4100, 40_000])
+def test_sums_of_objects(object_bytes: int, backend: str, device: torch.device) -> None:
+    stride = object_bytes + 19
+    memory = torch.randint(0, 256, (3 * stride + 1,), dtype=torch.uint8)
+    wanted = [by_hand(memory[1 + i * stride :][:object_bytes].numpy().tobytes()) for i in range(3)]
+    sums = torch.tensor([5, 0, -7], device=device)
+    checker = ObjectSums(object_bytes, device, NARROW if object_bytes < 1000 else LaunchConfig())
+    checker.add(memory.to(device)[1:], 3, stride, sums, backend=backend)
+    signed = [(total - start + 2**63) % 2**64 - 2**63
+              for total, start in zip(sums.tolist(), [5, 0, -7], strict=True)]  # fmt: skip
+    assert signed == wanted
+
+
+LAYOUT = {
+    "page_size": 4,
+    "num_layers": 3,
+    "pools": [
+        {"name": "k", "index": "full", "rows": "token", "row_shape": [4, 72], "dtype": "bfloat16",
+         "layers": [0, 1, 2]},
+        {"name": "scale", "index": "full", "rows": "token", "row_shape": [3], "dtype": "uint8",
+         "layers": [0, 2]},
+        {"name": "tiny", "index": "full", "rows": "token", "row_shape": [1], "dtype": "int16",
+         "layers": [1]},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("splits", [[None], [[0], [1, 2]], [[1], [0, 2]]])
+@pytest.mark.parametrize("config", [LaunchConfig(), NARROW, LaunchConfig(units_per_program=8192)])
+def test_pack_and_unpack_sum_what_they_move(
+    backend: str, splits: list[list[int] | None], config: LaunchConfig, device: torch.device
+) -> None:
+    plain = CacheLayout.from_description(LAYOUT)
+    layout = plain.bind(make_tensors(plain, 12, device))
+    pages = [5, 0, 3, 9, 7]
+    write_telling(layout, "full", pages, pages)
+    packer = Packer(layout, "full", config)
+    stride = -(-layout.object_bytes["full"] // 16) * 16
+    wanted = [
+        by_hand(row.cpu().numpy().tobytes()) for row in object_bytes_of(layout, "full", pages)
+    ]
+    objects = torch.zeros(5 * stride, dtype=torch.uint8, device=device)
+    for move in (packer.pack, packer.unpack):
+        sums = torch.zeros(5, dtype=torch.int64, device=device)
+        for layers in splits:
+            move(pages, objects, stride_bytes=stride, layers=layers, sums=sums, backend=backend)
+        assert sums.tolist() == wanted
+
+
+def corrupted(payload: bytes, rng: random.Random) -> bytes:
+    """A payload with one bit, byte pair or word pair changed, or a stretch of words shifted."""
+    kind = rng.choice(["bit", "bytes", "words", "shift"])
+    changed = bytearray(payload)
+    if kind == "bit":
+        place = rng.randrange(len(changed))
+        changed[place] ^= 1 << rng.randrange(8)
+    elif kind == "bytes":
+        one, other = rng.sample(range(len(changed)), 2)
+        changed[one], changed[other] = changed[other], changed[one]
+    elif kind == "words":
+        one, other = (4 * place for place in rng.sample(range(len(changed) // 4), 2))
+        changed[one : one + 4], changed[other : other + 4] = (
+            changed[other : other + 4], changed[one : one + 4],
+        )  # fmt: skip
+    else:
+        first, last = sorted(4 * place for place in rng.sample(range(len(changed) // 4), 2))
+        changed[first:last] = changed[first + 4 : last] + changed[first : first + 4]
+    return bytes(changed)
+
+
+def test_ten_thousand_corruptions_all_show() -> None:
+    rng = random.Random(1)
+    plain = CacheLayout.from_description(LAYOUT)
+    layout = plain.bind(make_tensors(plain, 4))
+    payloads = [row.numpy().tobytes() for row in object_bytes_of(layout, "full", list(range(8)))]
+    # Real caches have long stretches of equal words: half of the objects are mostly zeros.
+    payloads += [bytes(len(p) - 64) + p[:64] for p in payloads]
+    wrong = right = 0
+    while wrong < NUM_CORRUPTIONS:
+        batch = []
+        for _ in range(250):
+            number = rng.randrange(len(payloads))
+            changed = corrupted(payloads[number], rng)
+            if changed != payloads[number]:
+                batch.append((number, changed))
+        size = len(payloads[0])
+        memory = torch.frombuffer(bytearray(b"".join(c for _, c in batch)), dtype=torch.uint8)
+        sums = checksums_reference(memory, len(batch), size, size).tolist()
+        for (number, _), total in zip(batch, sums, strict=True):
+            wrong += 1
+            right += total != by_hand_once(payloads, number)
+    assert right == wrong
+
+
+_known: dict[int, int] = {}
+
+
+def by_hand_once(payloads: list[bytes], number: int) -> int:
+    if number not in _known:
+        _known[number] = by_hand(payloads[number])
+    return _known[number]
+
+
+def test_wrong_arguments_are_refused(device: torch.device) -> None:
+    plain = CacheLayout.from_description(LAYOUT)
+    layout = plain.bind(make_tensors(plain, 4, device))
+    packer = Packer(layout, "full")
+    objects = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
+    for sums, words in (
+        (torch.zeros(2, dtype=torch.int32), "torch.int32"),
+        (torch.zeros(3, dtype=torch.int64), "wanted contiguous int64"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), "sums are on meta"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            packer.pack([0, 1], objects, sums=sums)
+    with pytest.raises(ArgumentError, match="objects have 10 bytes, wanted at least 16"):
+        ObjectSums(8, device).add(objects[:10], 2, 8, torch.zeros(2, dtype=torch.int64))
