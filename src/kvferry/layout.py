@@ -247,10 +247,10 @@ class CacheLayout:
         Args:
             description: `page_size`, `num_layers`, `pools` (each with `name`, `index`, `rows`,
                 `row_shape`, `dtype`, `layers`, and optionally `page_bytes`, `token_axis`,
-                `token_planes`, `shard_axis`, `shard_parts`, `shard_totals`, `head_group`), and
-                optionally `order`, `window_tokens` and `object_bytes`. The optional sizes are
-                compared with what comes out. Other entries (`note`, `source`, `detail`) are
-                ignored.
+                `token_planes`, the memory's `order`, `shard_axis`, `shard_parts`, `shard_totals`
+                and `head_group`), and optionally the objects' `order`, `window_tokens` and
+                `object_bytes`. The optional sizes are compared with what comes out. Other entries
+                (`note`, `source`, `detail`) are ignored.
             identity: who writes these bytes.
 
         Raises:
@@ -370,6 +370,36 @@ class CacheLayout:
         return _assemble(
             self.page_size, self.num_layers, pools, identity, self.window_pages, tensors, self.order
         )
+
+    def description(self) -> dict[str, Any]:
+        """Return the plain data (JSON's types) from which an unbound twin can be built."""
+        pools = [
+            {
+                "name": pool.name,
+                "index": pool.space,
+                "rows": pool.rows,
+                "row_shape": list(pool.row_shape),
+                "dtype": pool.dtype,
+                "layers": list(pool.layer_ids),
+                "token_axis": pool.token_axis,
+                "token_planes": list(pool.token_planes),
+                "order": list(pool.order),
+                "shard_axis": pool.shard_axis,
+                "shard_parts": list(pool.shard_parts),
+                "shard_totals": list(pool.shard_totals),
+                "head_group": pool.head_group,
+            }
+            for pool in self.pools
+        ]
+        plain = {
+            "page_size": self.page_size,
+            "num_layers": self.num_layers,
+            "order": self.order,
+            "pools": pools,
+        }
+        if self.window_pages is not None:
+            plain["window_tokens"] = self.window_pages * self.page_size
+        return plain
 
     @property
     def spaces(self) -> tuple[str, ...]:
@@ -520,7 +550,13 @@ def _pool(entry: Mapping[str, Any], page_size: int, num_layers: int, tp_size: in
             f"{owner}: page_bytes is {entry['page_bytes']}, but page_shape {page_shape} of "
             f"{entry['dtype']} has {page_bytes}"
         )
-    order = tuple(dim for dim, size in enumerate(page_shape) if size > 1)
+    dims = [dim for dim, size in enumerate(page_shape) if size > 1]
+    order = tuple(entry.get("order") or dims)
+    if sorted(order) != dims:
+        raise LayoutError(
+            f"{owner}: order is {order}, wanted dimensions {dims} of page_shape {page_shape}, "
+            "slowest first"
+        )
     token_axis = 0 if entry["rows"] == "token" else entry.get("token_axis")
     if token_axis is not None and page_shape[token_axis : token_axis + 1] != (page_size,):
         raise LayoutError(

@@ -131,10 +131,40 @@ def check_poison(layout: CacheLayout, space: str, written: Sequence[int]) -> Non
 def object_bytes_of(layout: CacheLayout, space: str, tags: Sequence[int]) -> torch.Tensor:
     """Return telling pages' objects, made without a pack: uint8 `[len(tags), object_bytes]`."""
     parts = [
-        telling_bytes(salt, _tags(layout, tags), buffer.pool.page_bytes)
+        (buffer, telling_bytes(salt, _tags(layout, tags), buffer.pool.page_bytes))
         for salt, buffer, _ in _buffers(layout, space)
     ]
-    return torch.cat(parts, dim=1)
+    if layout.order == "canonical":
+        return torch.cat([part for group in _groups(parts) for part in _by_head(group)], dim=1)
+    return torch.cat([part for _, part in parts], dim=1)
+
+
+def _groups(
+    parts: Sequence[tuple[Buffer, torch.Tensor]],
+) -> list[list[tuple[Buffer, torch.Tensor]]]:
+    """Return the parts of each head group of each layer, in object order."""
+    groups: dict[tuple[int, str], list[tuple[Buffer, torch.Tensor]]] = {}
+    for buffer, part in parts:
+        name = buffer.pool.head_group or f"pool {buffer.pool.name}"
+        groups.setdefault((buffer.layer_id, name), []).append((buffer, part))
+    return list(groups.values())
+
+
+def _by_head(group: Sequence[tuple[Buffer, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return pages of a group, `[num_pages, page_bytes]` in memory order, head after head."""
+    heads = []
+    for buffer, part in group:
+        pool = buffer.pool
+        flat = [dim for dim in range(len(pool.page_shape)) if dim not in pool.order]
+        memory = [*flat, *pool.order]
+        first = [dim for dim in (pool.shard_dim, pool.token_axis) if dim is not None]
+        wanted = [*first, *(dim for dim in range(len(memory)) if dim not in first)]
+        sizes = [len(part), *(pool.page_shape[dim] for dim in memory), pool.item_bytes]
+        dims = [0, *(1 + memory.index(dim) for dim in wanted), len(memory) + 1]
+        num_heads = 1 if pool.shard_dim is None else pool.page_shape[pool.shard_dim]
+        heads.append(part.reshape(sizes).permute(dims).reshape(len(part), num_heads, -1))
+    return [head for by_head in zip(*(each.unbind(1) for each in heads), strict=True)
+            for head in by_head]  # fmt: skip
 
 
 def _rows(pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
