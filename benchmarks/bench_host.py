@@ -73,7 +73,7 @@ def prepare(
 ) -> tuple[int, int]:
     """Do what a save does in Python for its first parts; return how many launches and ranges."""
     num_launches = num_ranges = num_parts = 0
-    for plan in plan_transfer(layout, scheme, keys, page_ids, unique=False):
+    for plan in plan_transfer(layout, scheme, keys, page_ids, unique=False, trailer=True):
         for part in plan.parts(PART_BYTES):
             ids = PageIds.upload(layout, part.page_ids, unique=False)
             layers = ((0, layout.num_layers),)

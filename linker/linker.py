@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 
 from kvferry.errors import ArgumentError, KVFerryError, StoreUnavailable, TransferFailed
-from kvferry.kernels.pack import Packer
+from kvferry.kernels.pack import TAILS, Packer
 from kvferry.layout import CacheLayout
 from kvferry.linker.keys import KeyScheme, check_page_keys
 from kvferry.linker.lookup import ExistenceCache
@@ -40,6 +40,8 @@ class LinkerConfig:
             lease, which a positive answer has renewed.
         miss_ttl_s: how long a key that failed to load counts as missing.
         max_queued: transfers that may wait in each direction; more are refused.
+        integrity: whether objects carry a trailer with a checksum, and loads verify it before a
+            byte reaches the pools. The same on all that share objects.
         backend: how pages are packed; see `Packer.pack`.
     """
 
@@ -49,6 +51,7 @@ class LinkerConfig:
     lookup_ttl_s: float = 1.0
     miss_ttl_s: float = 5.0
     max_queued: int = 1024
+    integrity: bool = True
     backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -94,14 +97,15 @@ class Linker:
         """
         if layout.device is None:
             raise ArgumentError("layout is not bound to tensors: call layout.bind(tensors) first")
-        for space in layout.spaces:
-            if stride_bytes(layout, space) > staging.num_bytes:
-                raise ArgumentError(
-                    f"staging has {staging.num_bytes} bytes, wanted at least "
-                    f"{stride_bytes(layout, space)}: one object of index space {space!r}"
-                )
         self.layout = layout
         self.config = config or LinkerConfig()
+        for space in layout.spaces:
+            needed = stride_bytes(layout, space, trailer=self.config.integrity)
+            if needed > staging.num_bytes:
+                raise ArgumentError(
+                    f"staging has {staging.num_bytes} bytes, wanted at least {needed}: one object "
+                    f"of index space {space!r}"
+                )
         self.keys = KeyScheme.of(layout, self.config.namespace)
         self._store = store
         self._staging = staging
@@ -120,6 +124,7 @@ class Linker:
                 self._existence,
                 min(self.config.part_bytes, staging.num_bytes),
                 self.config.backend,
+                integrity=self.config.integrity,
             )
             todo: queue.Queue[Transfer | None] = queue.Queue()
             thread = threading.Thread(
@@ -150,7 +155,14 @@ class Linker:
         """
         return self._enqueue("save", keys, page_ids)
 
-    def load(self, keys: Sequence[str], page_ids: SpaceIds) -> Transfer:
+    def load(
+        self,
+        keys: Sequence[str],
+        page_ids: SpaceIds,
+        *,
+        tail_tokens: int | None = None,
+        tail: str = "zero",
+    ) -> Transfer:
         """Fetch pages into the pools, whole and verified, or fail.
 
         The unpack is ordered behind all work that the calling thread's current stream has been
@@ -159,14 +171,29 @@ class Linker:
         Args:
             keys: as in `save`, in any order.
             page_ids: destinations, as in `save`; no page twice.
+            tail_tokens: how many tokens of the last key's page are wanted, 0 .. page_size; all of
+                them by default. States are always whole.
+            tail: what becomes of that page's other tokens: `zero`, or `keep` what is there.
 
         Returns:
             A handle; its result raises `TransferFailed` if any object could not be had.
 
         Raises:
-            ArgumentError: an argument is wrong; nothing was enqueued.
+            ArgumentError: an argument is wrong, or pages cannot be cut by tokens; nothing was
+                enqueued.
             TransferFailed: the linker is closing, or too many transfers wait.
         """
+        if tail not in TAILS:
+            raise ArgumentError(f"tail is {tail!r}, wanted one of {tuple(TAILS)}")
+        if tail_tokens is not None and not 0 <= tail_tokens <= self.layout.page_size:
+            raise ArgumentError(
+                f"tail_tokens is {tail_tokens}, wanted 0 .. {self.layout.page_size}"
+            )
+        if tail_tokens is not None and tail_tokens < self.layout.page_size:
+            for space in self.layout.spaces:
+                if space != "state":
+                    self.layout.segments(space, by_token=True)  # refuse now what can't be cut
+            return self._enqueue("load", keys, page_ids, (tail_tokens, tail))
         return self._enqueue("load", keys, page_ids)
 
     def lookup(self, keys: Sequence[str]) -> list[int]:
@@ -232,13 +259,26 @@ class Linker:
     ) -> None:
         self.close()
 
-    def _enqueue(self, kind: str, keys: Sequence[str], page_ids: SpaceIds) -> Transfer:
+    def _enqueue(
+        self,
+        kind: str,
+        keys: Sequence[str],
+        page_ids: SpaceIds,
+        tail: tuple[int, str] | None = None,
+    ) -> Transfer:
         begin = time.perf_counter()
-        plans = plan_transfer(self.layout, self.keys, keys, page_ids, unique=kind == "load")
+        plans = plan_transfer(
+            self.layout,
+            self.keys,
+            keys,
+            page_ids,
+            unique=kind == "load",
+            trailer=self.config.integrity,
+        )
         assert self.layout.device is not None
         caller = fence_of_caller(self.layout.device)
         plan_us = (time.perf_counter() - begin) * 1e6
-        transfer = Transfer(kind, plans, caller, self.config.transfer_timeout_s, plan_us)
+        transfer = Transfer(kind, plans, caller, self.config.transfer_timeout_s, plan_us, tail)
         with self._accepting:
             if self._closing.is_set():
                 raise TransferFailed(f"{kind} refused: the linker is closed")

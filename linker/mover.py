@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import nvtx
+import torch
 
-from kvferry.errors import StagingTimeout, StoreError, TransferFailed
+from kvferry.errors import StagingTimeout, TransferFailed
 from kvferry.kernels.pack import Packer
 from kvferry.kernels.page_ids import PageIds
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.memory import flush_gpudirect
 from kvferry.linker.plan import SpacePlan
+from kvferry.linker.seal import Seal, wait
 from kvferry.linker.staging import Span, StagingBuffer
 from kvferry.linker.store import ObjectResult, Outcome, Store
 from kvferry.linker.streams import Fence, Lane
@@ -29,9 +31,6 @@ SLOW_CALL_S = 1.0
 DRAIN_S = 60.0
 """How long such a transfer can still land: Mooncake gives one 30 to 60 s."""
 
-DEVICE_LIMIT_S = 60.0
-"""Longest wait for launched work on the pages, the model's own work before it included."""
-
 
 @dataclass
 class _Staged:
@@ -44,6 +43,7 @@ class _Staged:
     part: SpacePlan
     span: Span
     fence: Fence
+    sums: torch.Tensor | None = None
     drain_s: float = 0.0
 
 
@@ -65,6 +65,8 @@ class Mover:
         existence: ExistenceCache,
         part_bytes: int,
         backend: str,
+        *,
+        integrity: bool,
     ) -> None:
         self._store = store
         self._staging = staging
@@ -72,7 +74,10 @@ class Mover:
         self._existence = existence
         self._part_bytes = part_bytes
         self._backend = backend
-        self.lane = Lane(next(iter(packers.values())).device)
+        layout = next(iter(packers.values())).layout
+        assert layout.device is not None
+        self.lane = Lane(layout.device)
+        self._seal = Seal(layout, self.lane, backend) if integrity else None
 
     def move(self, transfer: Transfer) -> None:
         """Carry out a transfer and end its handle.
@@ -103,11 +108,11 @@ class Mover:
             for part in missing.parts(self._part_bytes):
                 span = self._span(transfer, part, lambda: self._put(transfer, staged), staged)
                 staged.append(_Staged(part, span, Fence()))
-                staged[-1].fence = self._launch(transfer, part, span)
+                self._launch(transfer, staged[-1])
                 if len(staged) > 1:
                     self._put(transfer, staged)
         for item in staged:
-            _wait(item.fence)
+            wait(item.fence)
         transfer.mark_packed()
         while staged:
             self._put(transfer, staged)
@@ -115,9 +120,13 @@ class Mover:
     def _put(self, transfer: Transfer, staged: deque[_Staged]) -> None:
         """Send the oldest staged part and let its span go."""
         item = staged[0]
-        _wait(item.fence)
+        wait(item.fence)
         transfer.timings.pack_us += item.fence.device_us or 0.0
         transfer.check_going()
+        if self._seal is not None and item.sums is not None:
+            begin = time.perf_counter()
+            self._seal.write(item.part, item.span, item.sums)
+            transfer.timings.seal_us += _us_since(begin)
         begin = time.perf_counter()
         results = self._twice(self._store.put, item, (Outcome.NO_SPACE, Outcome.FAILED))
         transfer.timings.wire_us += _us_since(begin)
@@ -141,7 +150,7 @@ class Mover:
                 span = self._span(transfer, part, lambda: self._retire(transfer, staged), staged)
                 staged.append(_Staged(part, span, Fence()))
                 self._get(transfer, staged[-1])
-                staged[-1].fence = self._launch(transfer, part, span)
+                self._launch(transfer, staged[-1])
                 transfer.progress.num_objects += len(part.keys)
                 transfer.progress.num_bytes += part.num_bytes
                 while len(staged) > 1 and staged[0].fence.is_passed():
@@ -150,16 +159,16 @@ class Mover:
             self._retire(transfer, staged)
 
     def _get(self, transfer: Transfer, item: _Staged) -> None:
-        transfer.check_going()
-        begin = time.perf_counter()
-        again = (Outcome.MISSING, Outcome.LEASE_EXPIRED, Outcome.FAILED)
-        results = self._twice(self._store.get, item, again)
-        transfer.timings.wire_us += _us_since(begin)
-        causes = {
-            key: _reason(result)
-            for key, result in zip(item.part.keys, results, strict=True)
-            if result.outcome is not Outcome.FETCHED
-        }
+        """Fetch a part and verify it, or fail the transfer.
+
+        Raises:
+            TransferFailed: an object could not be had, or is not what it should be.
+        """
+        causes = self._fetch(transfer, item)
+        if not causes:
+            causes = self._verify(transfer, item)
+            if causes:  # once more: it may have been evicted while it was read
+                causes = self._fetch(transfer, item) or self._verify(transfer, item)
         if causes:
             self._existence.mark_failed(causes)
             first = next(iter(causes))
@@ -168,13 +177,33 @@ class Mover:
                 f"the first {first}: {causes[first]}",
                 causes,
             )
+
+    def _fetch(self, transfer: Transfer, item: _Staged) -> dict[str, str]:
+        transfer.check_going()
+        begin = time.perf_counter()
+        again = (Outcome.MISSING, Outcome.LEASE_EXPIRED, Outcome.FAILED)
+        results = self._twice(self._store.get, item, again)
+        transfer.timings.wire_us += _us_since(begin)
+        return {
+            key: _reason(result)
+            for key, result in zip(item.part.keys, results, strict=True)
+            if result.outcome is not Outcome.FETCHED
+        }
+
+    def _verify(self, transfer: Transfer, item: _Staged) -> dict[str, str]:
         if self._staging.memory == "device":
             flush_gpudirect(self._staging.tensor.device)
+        if self._seal is None:
+            return {}
+        begin = time.perf_counter()
+        faults = self._seal.verify(item.part, item.span)
+        transfer.timings.seal_us += _us_since(begin)
+        return faults
 
     def _retire(self, transfer: Transfer, staged: deque[_Staged]) -> None:
         """Wait for the oldest part's unpack and let its span go."""
         item = staged[0]
-        _wait(item.fence)
+        wait(item.fence)
         transfer.timings.unpack_us += item.fence.device_us or 0.0
         self._release(staged.popleft())
 
@@ -203,15 +232,35 @@ class Mover:
                 transfer.timings.staging_us += _us_since(begin)
                 return span
 
-    def _launch(self, transfer: Transfer, part: SpacePlan, span: Span) -> Fence:
-        packer = self._packers[part.space]
+    def _launch(self, transfer: Transfer, item: _Staged) -> None:
+        """Pack or unpack a part that holds its span."""
+        part, packer, objects = item.part, self._packers[item.part.space], item.span.tensor
+        loading = transfer.kind == "load"
         with transfer.touching_pages() as touched:
             with self.lane.work(transfer.caller) as fences:
-                ids = PageIds.upload(packer.layout, part.page_ids, unique=transfer.kind == "load")
-                move = packer.pack if transfer.kind == "save" else packer.unpack
-                move(ids, span.tensor, stride_bytes=part.stride_bytes, backend=self._backend)
+                ids = PageIds.upload(packer.layout, part.page_ids, unique=loading)
+                if not loading:
+                    item.sums = self._seal.zeros(part) if self._seal else None
+                    packer.pack(
+                        ids,
+                        objects,
+                        stride_bytes=part.stride_bytes,
+                        sums=item.sums,
+                        backend=self._backend,
+                    )
+                else:
+                    cut = transfer.tail is not None and part.holds_last and part.space != "state"
+                    tokens, tail = transfer.tail if cut and transfer.tail else (None, "zero")
+                    packer.unpack(
+                        ids,
+                        objects,
+                        stride_bytes=part.stride_bytes,
+                        tail_tokens=tokens,
+                        tail=tail,
+                        backend=self._backend,
+                    )
             touched.extend(fences)
-        return fences[-1]
+        item.fence = fences[-1]
 
     def _twice(
         self,
@@ -252,13 +301,8 @@ class Mover:
         return results
 
     def _release(self, item: _Staged) -> None:
-        _wait(item.fence)
+        wait(item.fence)
         item.span.release(after_s=item.drain_s)
-
-
-def _wait(fence: Fence) -> None:
-    if not fence.wait(DEVICE_LIMIT_S):
-        raise StoreError(f"work on the device was not done within {DEVICE_LIMIT_S:g} s")
 
 
 def _reason(result: ObjectResult) -> str:

@@ -1,7 +1,7 @@
 """What a transfer will do, computed before any byte moves; its cost grows with pages alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from kvferry.errors import ArgumentError
 from kvferry.kernels.page_ids import AnyIds, PageIds, host_page_ids
 from kvferry.layout import CacheLayout
 from kvferry.linker.keys import KeyScheme, check_page_keys
+from kvferry.trailer import stored_bytes
 
 OBJECT_ALIGN_BYTES = 64
 """Objects in staging begin at multiples of this, so that kernels keep to 16-byte accesses."""
@@ -27,35 +28,41 @@ class SpacePlan:
         space: the index space.
         keys: object keys `[num_pages]`.
         page_ids: `[num_pages]`, checked, in host memory.
-        object_bytes: size of an object.
+        object_bytes: size of an object's payload.
+        size_bytes: size of an object in the store, its trailer included if it has one.
         stride_bytes: from one object to the next in staging.
+        holds_last: whether its last page is that of the transfer's last key.
     """
 
     space: str
     keys: list[str]
     page_ids: NDArray[np.int64]
     object_bytes: int
+    size_bytes: int
     stride_bytes: int
+    holds_last: bool
 
     def select(self, wanted: Sequence[bool]) -> "SpacePlan":
         """Return the plan of those pages alone whose entry is true."""
         if all(wanted):
             return self
-        keys = [key for key, keep in zip(self.keys, wanted, strict=True) if keep]
-        page_ids = self.page_ids[np.asarray(wanted, dtype=bool)]
-        return SpacePlan(self.space, keys, page_ids, self.object_bytes, self.stride_bytes)
+        return replace(
+            self,
+            keys=[key for key, keep in zip(self.keys, wanted, strict=True) if keep],
+            page_ids=self.page_ids[np.asarray(wanted, dtype=bool)],
+            holds_last=self.holds_last and wanted[-1],
+        )
 
     def parts(self, max_bytes: int) -> Iterator["SpacePlan"]:
         """Cut into parts that take at most `max_bytes` of staging each, or one object."""
         pages = max(1, max_bytes // self.stride_bytes)
         for start in range(0, len(self.keys), pages):
             end = start + pages
-            yield SpacePlan(
-                self.space,
-                self.keys[start:end],
-                self.page_ids[start:end],
-                self.object_bytes,
-                self.stride_bytes,
+            yield replace(
+                self,
+                keys=self.keys[start:end],
+                page_ids=self.page_ids[start:end],
+                holds_last=self.holds_last and end >= len(self.keys),
             )
 
     @property
@@ -65,7 +72,7 @@ class SpacePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its objects."""
+        """Bytes of its objects' payloads."""
         return len(self.keys) * self.object_bytes
 
     def addresses(self, base: int) -> list[int]:
@@ -74,17 +81,25 @@ class SpacePlan:
 
     @property
     def sizes(self) -> list[int]:
-        """The objects' sizes."""
-        return [self.object_bytes] * len(self.keys)
+        """The objects' sizes in the store."""
+        return [self.size_bytes] * len(self.keys)
 
 
-def stride_bytes(layout: CacheLayout, space: str) -> int:
-    """Return the distance of whole objects in staging."""
-    return -(-layout.object_bytes[space] // OBJECT_ALIGN_BYTES) * OBJECT_ALIGN_BYTES
+def stride_bytes(layout: CacheLayout, space: str, *, trailer: bool) -> int:
+    """Return the distance of whole objects in staging, with or without trailers."""
+    size = layout.object_bytes[space]
+    size = stored_bytes(size) if trailer else size
+    return -(-size // OBJECT_ALIGN_BYTES) * OBJECT_ALIGN_BYTES
 
 
 def plan_transfer(
-    layout: CacheLayout, scheme: KeyScheme, keys: Sequence[str], page_ids: SpaceIds, *, unique: bool
+    layout: CacheLayout,
+    scheme: KeyScheme,
+    keys: Sequence[str],
+    page_ids: SpaceIds,
+    *,
+    unique: bool,
+    trailer: bool,
 ) -> tuple[SpacePlan, ...]:
     """Check a transfer's arguments and return its plans, one per index space that has pages.
 
@@ -95,6 +110,7 @@ def plan_transfer(
         page_ids: for each index space, integers `[len(keys)]`; -1 where a key has no page there.
             On a GPU they cost a device-to-host wait here: hand host ids where that matters.
         unique: refuse page ids that occur twice (they are destinations).
+        trailer: whether objects end in a trailer.
 
     Raises:
         ArgumentError: an argument is wrong; nothing has happened.
@@ -115,13 +131,16 @@ def plan_transfer(
         if not present.all():
             some = [checked[index] for index in np.flatnonzero(present)]
             row = row[present]
+        object_bytes = layout.object_bytes[space]
         plans.append(
             SpacePlan(
                 space,
                 scheme.object_keys(some, space),
                 host_page_ids(layout, space, row, unique=unique),
-                layout.object_bytes[space],
-                stride_bytes(layout, space),
+                object_bytes,
+                stored_bytes(object_bytes) if trailer else object_bytes,
+                stride_bytes(layout, space, trailer=trailer),
+                bool(len(present) and present[-1]),
             )
         )
     return tuple(plan for plan in plans if plan.keys)

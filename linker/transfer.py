@@ -24,6 +24,7 @@ class Timings:
         staging_us: waiting for a span.
         pack_us, unpack_us: the kernels' own time (a CPU: the torch reference's).
         wire_us: in the store's put or get calls, with their checks.
+        seal_us: writing trailers (a save), or verifying checksums and trailers (a load).
         lookup_us: asking which objects exist already (a save).
         total_us: from the call until the result.
     """
@@ -34,6 +35,7 @@ class Timings:
     pack_us: float = 0.0
     unpack_us: float = 0.0
     wire_us: float = 0.0
+    seal_us: float = 0.0
     lookup_us: float = 0.0
     total_us: float = 0.0
 
@@ -91,6 +93,8 @@ class Transfer:
         kind: `save` or `load`.
         plans: what it moves.
         caller: the point in the caller's stream that pages may be touched after.
+        tail: how many tokens of the last key's page a load wants, and what becomes of the others
+            (`zero` or `keep`); None if it wants the whole page.
         deadline: `time.monotonic()` after which it has failed.
     """
 
@@ -101,10 +105,12 @@ class Transfer:
         caller: Fence,
         timeout_s: float,
         plan_us: float,
+        tail: tuple[int, str] | None = None,
     ) -> None:
         self.kind = kind
         self.plans = plans
         self.caller = caller
+        self.tail = tail
         self.timeout_s = timeout_s
         self.timings = Timings(plan_us=plan_us)
         self._began = time.monotonic()

@@ -130,7 +130,7 @@ def test_saved_pages_come_back_byte_for_byte(bed: Bed) -> None:
 
 
 def test_transfers_larger_than_staging_stream_through_it(bed: Bed) -> None:
-    smallest = max(stride_bytes(bed.layout, space) for space in bed.layout.spaces)
+    smallest = max(stride_bytes(bed.layout, space, trailer=True) for space in bed.layout.spaces)
     linker = bed.linker(staging_bytes=smallest)
     linker.save(keys(30), bed.fill(0, 30)).result()
     assert max(size for name, size in bed.store.calls if name == "put") < 30
@@ -139,7 +139,7 @@ def test_transfers_larger_than_staging_stream_through_it(bed: Bed) -> None:
 
 
 def test_staging_that_cannot_hold_an_object_is_refused(bed: Bed) -> None:
-    with pytest.raises(ArgumentError, match=r"staging has 512 bytes, wanted at least 6208.*full"):
+    with pytest.raises(ArgumentError, match=r"staging has 512 bytes, wanted at least 6272.*full"):
         bed.linker(staging_bytes=512)
 
 
@@ -260,7 +260,7 @@ def test_an_object_of_another_size_never_reaches_the_pools(bed: Bed) -> None:
 
 
 def test_many_transfers_at_once_from_many_threads(bed: Bed) -> None:
-    smallest = max(stride_bytes(bed.layout, space) for space in bed.layout.spaces)
+    smallest = max(stride_bytes(bed.layout, space, trailer=True) for space in bed.layout.spaces)
     linker = bed.linker(staging_bytes=3 * smallest)
     bed.fill(0, 32)
     faults: list[BaseException] = []

@@ -30,8 +30,12 @@ def layout() -> CacheLayout:
     return plain.bind(make_tensors(plain, {"full": 8, "state": 3}))
 
 
-def plan(layout: CacheLayout, keys: Any, ids: Any, unique: bool = True) -> Any:
-    return plan_transfer(layout, KeyScheme.of(layout, "n"), keys, ids, unique=unique)
+def plan(
+    layout: CacheLayout, keys: Any, ids: Any, *, unique: bool = True, trailer: bool = False
+) -> Any:
+    return plan_transfer(
+        layout, KeyScheme.of(layout, "n"), keys, ids, unique=unique, trailer=trailer
+    )
 
 
 def test_spaces_keys_ids_and_sizes(layout: CacheLayout) -> None:

@@ -1,0 +1,218 @@
+"""What is stored is what was packed, or the load fails: trailers, and objects tampered with."""
+
+import itertools
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.errors import TransferFailed
+from kvferry.layout import CacheLayout, ModelIdentity
+from kvferry.linker.linker import Linker, LinkerConfig
+from kvferry.linker.mooncake import MooncakeStore
+from kvferry.linker.staging import StagingBuffer
+from kvferry.linker.store import Outcome
+from kvferry.models import description
+from kvferry.testing import check_poison, check_telling, make_tensors, poison, write_telling
+from kvferry.trailer import TRAILER_BYTES, find_faults, make_ends, stored_bytes
+
+_names = itertools.count()
+NO_SUMS = np.zeros(1, dtype=np.int64)
+
+
+def test_a_trailer_is_64_bytes_with_fixed_places() -> None:
+    ends = make_ends("00112233445566778899aabbccddeeff", 210, ["k"], np.array([-2]))
+    assert stored_bytes(210) == 224 + 64
+    assert ends.shape == (1, 14 + 64)
+    raw = ends[0].tobytes()
+    assert raw[:14] == bytes(14)
+    magic, version, length, size = struct.unpack_from("<8sIIQ", raw, 14)
+    assert (magic, version, length, size) == (b"KVFERRY\0", 1, 64, 210)
+    assert raw[14 + 24 : 14 + 40].hex() == "00112233445566778899aabbccddeeff"
+    assert struct.unpack_from("<Q", raw, 14 + 56)[0] == 2**64 - 2
+
+
+@pytest.mark.parametrize("byte", range(14 + 64))
+def test_no_byte_of_the_end_can_change_unseen(byte: int) -> None:
+    fingerprint = "00" * 16
+    ends = make_ends(fingerprint, 210, ["k"], NO_SUMS)
+    assert find_faults(ends, fingerprint, 210, ["k"], NO_SUMS) == {}
+    ends[0, byte] ^= 0x10
+    assert list(find_faults(ends, fingerprint, 210, ["k"], NO_SUMS)) == ["k"]
+
+
+def test_each_fault_has_its_own_reason() -> None:
+    def reason(**changes: Any) -> str:
+        made = {"fingerprint": "ab" * 16, "object_bytes": 64, "keys": ["k"], "checksums": NO_SUMS}
+        ends = make_ends(**{**made, **changes})
+        return find_faults(ends, "ab" * 16, 64, ["k"], NO_SUMS).get("k", "")
+
+    assert reason() == ""
+    assert "fingerprint cdcd" in reason(fingerprint="cd" * 16)
+    assert reason(keys=["other"]) == "foreign: the object of another key"
+    assert reason(checksums=np.array([5])).startswith("corrupted: checksum 0x0000000000000005")
+    ends = make_ends("ab" * 16, 64, ["k"], NO_SUMS)
+    ends[0, 8] = 0
+    (older,) = find_faults(ends, "ab" * 16, 64, ["k"], NO_SUMS).values()
+    assert older == "other format: format version 0, wanted 1"
+    ends[:] = 0
+    (foreign,) = find_faults(ends, "ab" * 16, 64, ["k"], NO_SUMS).values()
+    assert foreign.startswith("foreign: no kvferry object")
+
+
+class Bed:
+    """A linker over a real store, and a way to rewrite what is stored."""
+
+    def __init__(self, store: MooncakeStore, device: torch.device, model: str) -> None:
+        plain = CacheLayout.from_description(
+            description(model), identity=ModelIdentity(f"integrity-{next(_names)}")
+        )
+        self.layout = plain.bind(make_tensors(plain, 8, device))
+        self.store = store
+        self.linkers: list[Linker] = []
+        self.scratch = StagingBuffer(8 << 20, device=torch.device("cpu"))
+        self.scratch.register(store)
+
+    def linker(self, **settings: Any) -> Linker:
+        assert self.layout.device is not None
+        memory = "cpu" if self.layout.device.type == "cpu" else "pinned"
+        staging = StagingBuffer(8 << 20, device=self.layout.device, memory=memory)
+        config = LinkerConfig(lookup_ttl_s=0.0, miss_ttl_s=0.0, **settings)
+        self.linkers.append(Linker(self.layout, self.store, staging, config))
+        return self.linkers[-1]
+
+    def rewrite(self, key: str, change: Callable[[bytearray], bytearray | None]) -> None:
+        """Replace a stored object by what `change` makes of its bytes."""
+        size = stored_bytes(self.layout.object_bytes["full"])
+        address = self.scratch.address
+        (got,) = self.store.get([key], [address], [size])
+        assert got.outcome is Outcome.FETCHED
+        data = bytearray(self.scratch.tensor[:size].numpy().tobytes())
+        data = change(data) or data
+        self.store.remove([key], force=True)
+        self.scratch.tensor[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        (put,) = self.store.put([key], [address], [len(data)])
+        assert put.outcome is Outcome.STORED
+
+
+@pytest.fixture
+def make_bed(mooncake_store: MooncakeStore, device: torch.device) -> Iterator[Callable[..., Bed]]:
+    beds: list[Bed] = []
+
+    def make(model: str = "odd-bytes") -> Bed:
+        beds.append(Bed(mooncake_store, device, model))
+        return beds[-1]
+
+    yield make
+    for bed in beds:
+        for linker in bed.linkers:
+            linker.close(20)
+        bed.scratch.unregister()
+
+
+def flip(place: int) -> Callable[[bytearray], bytearray | None]:
+    def change(data: bytearray) -> None:
+        data[place] ^= 0x40
+
+    return change
+
+
+@pytest.mark.mooncake
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (flip(0), "corrupted: checksum"),
+        (flip(209), "corrupted: checksum"),
+        (flip(215), "corrupted"),
+        (flip(-TRAILER_BYTES), "foreign: no kvferry object"),
+        (flip(-TRAILER_BYTES + 8), "other format: format version 65, wanted 1"),
+        (flip(-TRAILER_BYTES + 24), "foreign: fingerprint"),
+        (flip(-TRAILER_BYTES + 40), "foreign: the object of another key"),
+        (flip(-1), "corrupted: checksum"),
+        (lambda data: data[:-TRAILER_BYTES], "wrong size"),
+        (lambda data: data[:210], "wrong size"),
+        (lambda data: data + bytes(16), "wrong size"),
+        (lambda data: bytearray(len(data)), "foreign: no kvferry object"),
+    ],
+)
+def test_a_tampered_object_fails_the_load_and_reaches_no_pool(
+    make_bed: Callable[..., Bed], change: Callable[[bytearray], bytearray | None], reason: str
+) -> None:
+    bed = make_bed()
+    linker = bed.linker()
+    write_telling(bed.layout, "full", [0, 1, 2], [0, 1, 2])
+    linker.save(["a", "b", "c"], [0, 1, 2]).result()
+    victim = linker.keys.object_keys(["b"], "full")[0]
+    bed.rewrite(victim, change)
+    poison(bed.layout)
+    with pytest.raises(TransferFailed, match="1 of 3 objects") as caught:
+        linker.load(["a", "b", "c"], [5, 6, 7]).result()
+    assert caught.value.causes[victim].startswith(reason)
+    check_poison(bed.layout, "full", [])
+    linker.load(["a", "c"], [5, 7]).result()
+    check_telling(bed.layout, "full", [5, 7], [0, 2])
+
+
+@pytest.mark.mooncake
+def test_objects_under_each_others_keys_are_refused(make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed()
+    linker = bed.linker()
+    write_telling(bed.layout, "full", [0, 1], [0, 1])
+    linker.save(["a", "b"], [0, 1]).result()
+    keys = linker.keys.object_keys(["a", "b"], "full")
+    data: list[bytearray] = []
+    for key in keys:
+        bed.rewrite(key, data.append)
+    for key, other in zip(keys, reversed(data), strict=True):
+        bed.rewrite(key, lambda _, other=other: other)
+    poison(bed.layout)
+    with pytest.raises(TransferFailed) as caught:
+        linker.load(["a", "b"], [5, 6]).result()
+    assert caught.value.causes == dict.fromkeys(keys, "foreign: the object of another key")
+    check_poison(bed.layout, "full", [])
+
+
+@pytest.mark.mooncake
+def test_without_integrity_there_is_no_trailer(make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed()
+    linker = bed.linker(integrity=False, namespace="plain")
+    write_telling(bed.layout, "full", [0, 1], [0, 1])
+    saved = linker.save(["a", "b"], [0, 1]).result()
+    assert saved.timings.seal_us == 0
+    (key,) = linker.keys.object_keys(["a"], "full")
+    (result,) = bed.store.get([key], [bed.scratch.address], [210])
+    assert result.outcome is Outcome.FETCHED
+    linker.load(["a", "b"], [5, 6]).result()
+    check_telling(bed.layout, "full", [5, 6], [0, 1])
+    # A reader that wants trailers finds objects of another size, not unverified bytes.
+    sealed = bed.linker(namespace="plain")
+    with pytest.raises(TransferFailed) as caught:
+        sealed.load(["a"], [7]).result()
+    assert caught.value.causes[key].startswith("wrong size")
+
+
+@pytest.mark.mooncake
+@pytest.mark.parametrize("tail", ["zero", "keep"])
+def test_a_load_may_want_some_tokens_of_the_last_page(
+    make_bed: Callable[..., Bed], tail: str
+) -> None:
+    bed = make_bed()
+    linker = bed.linker()
+    write_telling(bed.layout, "full", [0, 1], [0, 1])
+    linker.save(["a", "b"], [0, 1]).result()
+    poison(bed.layout)
+    linker.load(["a", "b"], [5, 6], tail_tokens=2, tail=tail).result()
+    check_telling(bed.layout, "full", [5], [0])
+    for buffer in bed.layout.buffers["full"]:
+        assert buffer.tensor is not None
+        page = buffer.tensor.cpu().view(8, 3, 35)[6]
+        first = page[:2].clone()
+        assert bool((page[2] == (0 if tail == "zero" else 0xA5)).all())
+        write_telling(bed.layout, "full", [6], [1])
+        assert torch.equal(first, buffer.tensor.cpu().view(8, 3, 35)[6, :2])
+        poison(bed.layout)
+        linker.load(["a", "b"], [5, 6], tail_tokens=2, tail=tail).result()
+    check_poison(bed.layout, "full", [5, 6])
