@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sharded import ALL_POOLS, Model, Rank, bytes_of, deployment, load, twin_of
 
-from kvferry.reshard import ReshardPlan
+from kvferry.errors import LayoutError
+from kvferry.kernels.pack import Packer
+from kvferry.layout import CacheLayout, ModelIdentity
+from kvferry.reshard import ReshardPlan, plan_reshard
+from kvferry.testing import POISON
 
 TP_SIZES = (1, 2, 4, 8)
 TOKEN_POOLS = ("k", "v", "latent", "index")
@@ -217,3 +223,139 @@ def test_any_model_and_any_ranks(case: Any) -> None:
 @given(cases())
 def test_any_model_and_any_ranks_through_the_kernels(case: Any) -> None:
     check_case(case, "triton")
+
+
+@pytest.mark.parametrize("order", ["pool", "canonical"])
+def test_the_same_ranks_read_their_own_objects_whole(order: str) -> None:
+    model = Model(tokens=8, heads=2)
+    for tp, dcp in itertools.product(range(8), range(2)):
+        mine = Rank(model, 4, tp=(tp, 8), dcp=(dcp, 2), order=order, padding=1).layout
+        plan = plan_reshard(mine.of_rank(ModelIdentity(tp=(0, 8), dcp=(0, 2), model="small")), mine,
+                            dcp_in_tp=False)  # fmt: skip
+        assert (plan.reader_pages, plan.writer_pages) == (1, 1)
+        assert [source.space for source in plan.sources] == ["full", "state"]
+        for source in plan.sources:
+            assert source.identity == mine.identity
+            assert source.layout.fingerprint == mine.fingerprint
+            assert source.num_bytes == source.object_bytes == mine.object_bytes[source.space]
+            moved = {(each.address, each.object_offset) for each in source.segments}
+            if order == "canonical":
+                assert moved == {(s.address, s.object_offset) for s in mine.segments(source.space)}
+
+
+def test_readers_take_as_few_objects_as_hold_their_bytes_and_spread_over_replicas() -> None:
+    def taken(wrote: int, reads: int, *pools: str) -> list[list[int]]:
+        model = Model(tokens=4, pools=pools)
+        writer = Rank(model, 4, tp=(0, wrote)).layout
+        return [
+            [source.identity.tp[0] for source in plan_reshard(
+                writer, Rank(model, 4, tp=(rank, reads)).layout).sources]
+            for rank in range(reads)
+        ]  # fmt: skip
+
+    assert taken(2, 4, "k") == [[0], [0], [1], [1]]
+    assert taken(4, 2, "k", "v", "latent") == [[0, 1], [2, 3]]
+    assert taken(8, 2, "k") == [[0, 2], [4, 6]]  # 4 heads, each on two ranks
+    assert taken(8, 8, "k") == [[rank] for rank in range(8)]
+    assert taken(8, 4, "latent") == [[0], [2], [4], [6]]
+    assert taken(2, 8, "latent") == [[rank // 4] for rank in range(8)]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("tail", ["zero", "keep"])
+def test_the_last_page_in_part(path: str, tail: str, device: torch.device) -> None:
+    model = Model(tokens=8, k_dim=32, pools=TOKEN_POOLS)
+    writers = deployment(model, 4, 4, 2, device=device)
+    reader = Rank(model, 8, tp=(1, 2), memory="hnd", device=device)
+    whole = Rank(model, 8, tp=(1, 2), memory="hnd", device=device)
+    plan = plan_reshard(writers[0, 0].layout, reader.layout, dcp_in_tp=False, by_token=True)
+    for source in plan.sources:
+        writer = writers[source.identity.tp[0], source.identity.dcp[0]]
+        stride = -(-max(source.object_bytes, reader.layout.object_bytes["full"]) // 16) * 16
+        objects = writer.objects("full", stride, "reference").flatten()
+        packer = Packer(reader.layout, "full", segments=source.segments)
+        packer.unpack(
+            reader.page_ids["full"], objects, stride_bytes=stride, tail_tokens=5, tail=tail,
+            backend=path,
+        )  # fmt: skip
+    whole.write()
+    filler = 0 if tail == "zero" else POISON
+    for name in ("k", "v"):
+        for layer in range(model.layers):
+            pages = whole.tensors[name][layer][whole.page_ids["full"]]
+            pages.view(torch.uint8)[:, :, 5:] = filler
+            got = reader.tensors[name][layer][reader.page_ids["full"]]
+            assert torch.equal(got, pages)
+
+
+def small(**changes: Any) -> CacheLayout:
+    """A layout of one page-row pool of 2 of 4 heads, with changes to the pool or to the rest."""
+    pool = {"name": "k", "index": "full", "rows": "page", "row_shape": [2, 4, 8], "layers": [0, 1],
+            "dtype": "bfloat16", "token_axis": 1, "shard_axis": 0}  # fmt: skip
+    identity = {"model": "m", "tp": (0, 2)}
+    rest: dict[str, Any] = {"page_size": 4, "num_layers": 2}
+    for key, value in changes.items():
+        part = identity if hasattr(ModelIdentity, key) else rest if key in rest else pool
+        part[key] = value
+    return CacheLayout.from_description(
+        {**rest, "pools": [pool]}, identity=ModelIdentity(**identity)
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrote", "wanted", "match"),
+    [
+        ({"model": "n"}, {}, "model: the writer has 'n', the reader 'm'"),
+        ({"revision": "a"}, {}, "revision: the writer has 'a', the reader ''"),
+        ({"kv_dtype": "fp8"}, {}, "kv_dtype: the writer has 'fp8', the reader ''"),
+        ({"draft": "d"}, {}, "draft: the writer has 'd', the reader ''"),
+        ({"pp": (0, 2)}, {}, r"pp: the writer has \(0, 2\), the reader \(0, 1\)"),
+        ({"cp": (0, 2)}, {}, r"cp: the writer has \(0, 2\), the reader \(0, 1\)"),
+        ({"num_layers": 3}, {}, "num_layers: the writer has 3, the reader 2"),
+        ({"name": "kv"}, {}, r"pool 'k': the writer has \['kv'\] only"),
+        ({"layers": [0]}, {}, "pool 'k' layer 1: the writer has no such layer"),
+        ({"index": "swa"}, {}, "pool 'k': index space is swa for the writer, full for the reader"),
+        ({"dtype": "float16"}, {}, "pool 'k': dtype is float16 for the writer, bfloat16 for"),
+        ({"row_shape": [1, 4, 8]}, {}, r"shard_totals is \(2,\) for the writer, \(4,\) for"),
+        ({"shard_axis": None}, {}, "shard_axis is not described for the writer, described for"),
+        ({"token_axis": None}, {}, "token_axis is not described for the writer, described for"),
+        ({"row_shape": [2, 4, 16]}, {}, r"dimensions \[16\] for the writer, \[8\] for the reader"),
+        ({"row_shape": [2, 4, 2, 4]}, {}, r"dimensions \[2, 4\] for the writer, \[8\] for"),
+        ({"token_axis": None, "token_planes": (8,)}, {"token_axis": None}, "token_planes is"),
+        ({"page_size": 3, "row_shape": [2, 3, 8]}, {}, "3 tokens .3 on each of 1 dcp ranks., want"),
+        ({"dcp": (0, 2)}, {}, "none of them owns the tokens of dcp rank 1"),
+        ({"dcp": (0, 3)}, {}, "rank 0 of 2 in tp is rank 0 of 3 in dcp, wanted"),
+        ({"dcp": (1, 2)}, {}, "rank 0 of 2 in tp is rank 1 of 2 in dcp, wanted"),
+        ({"index": "state", "token_axis": None, "page_size": 8},
+         {"index": "state", "token_axis": None}, "pool 'k': a state stands at the end of a page"),
+        ({"token_axis": None, "page_size": 8}, {"token_axis": None}, "pool 'k': its pages cannot"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused(
+    wrote: dict[str, Any], wanted: dict[str, Any], match: str
+) -> None:
+    if wrote.get("token_planes"):
+        wrote = {**wrote, "shard_axis": None}
+        wanted = {**wanted, "shard_axis": None}
+    reader = small(**wanted)
+    plan_reshard(reader, reader)
+    with pytest.raises(LayoutError, match=match):
+        plan_reshard(small(**wrote), reader)
+
+
+def test_scattered_pages_are_refused() -> None:
+    def layout(order: str) -> CacheLayout:
+        pool = {"name": "k", "index": "full", "rows": "page", "row_shape": [65, 65, 64, 2],
+                "layers": [0], "dtype": "uint8", "order": [int(dim) for dim in order]}  # fmt: skip
+        return CacheLayout.from_description({"page_size": 64, "num_layers": 1, "pools": [pool]})
+
+    with pytest.raises(LayoutError, match="4160 segments of 65 parts of 2 bytes, wanted at most"):
+        plan_reshard(layout("2103"), layout("0123"))
+
+
+def test_the_example_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = Path(__file__).parent.parent / "docs" / "resharding.md"
+    (example,) = re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.DOTALL | re.MULTILINE)
+    exec(compile(example, str(guide), "exec"), {})
+    assert capsys.readouterr().out == "rank 2 of 4: 2 objects, 4 ranges of 1024 bytes and more\n"

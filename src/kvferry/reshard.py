@@ -238,12 +238,13 @@ def _rest_sizes(pool: Pool) -> list[int]:
 def _choose(
     slices: Sequence[Slice], writer: CacheLayout, reader: CacheLayout
 ) -> Mapping[tuple[int, int], list[Slice]]:
-    """Give each slice to one of its holders: few objects, and readers spread over replicas."""
-    nearest = reader.identity.tp[0] * writer.identity.tp[1] // reader.identity.tp[1]
+    """Give each slice to one of its holders.
+
+    The writer at the reader's own place in proportion has some of its bytes in every pool, so that
+    the holders next to it make the fewest objects, and readers spread over replicas.
+    """
+    place = reader.identity.tp[0] * writer.identity.tp[1] // reader.identity.tp[1]
     chosen: dict[tuple[int, int], list[Slice]] = defaultdict(list)
-    for piece in sorted(slices, key=lambda each: len(each.holders)):
-        rank = min(
-            piece.holders, key=lambda each: (each not in chosen, abs(each[0] - nearest), each)
-        )
-        chosen[rank].append(piece)
+    for piece in slices:
+        chosen[min(piece.holders, key=lambda each: (abs(each[0] - place), each))].append(piece)
     return chosen

@@ -86,29 +86,36 @@ def _rows(
 
 def _axis(
     written: Pool, tp_size: int, pool: Pool, reader: CacheLayout
-) -> Iterator[tuple[int, int, int, range]]:
-    """Yield entries of the sharded axis: the reader's first, the writer's first, size, ranks."""
+) -> list[tuple[int, int, int, range]]:
+    """Return entries of the sharded axis: the reader's first, the writer's first, size, ranks."""
     if pool.shard_axis is None:
-        yield 0, 0, 1, range(tp_size)
-        return
+        return [(0, 0, 1, range(tp_size))]
     rank, reader_size = reader.identity.tp
     parts = zip(
         starts(pool.shard_parts), pool.shard_parts,
         starts(written.shard_parts), written.shard_parts, pool.shard_totals,
         strict=True,
     )  # fmt: skip
+    found: list[tuple[int, int, int, range]] = []
     for reader_start, wanted, writer_start, local, total in parts:
         mine = held_by(rank, wanted, total, reader_size)
         for piece in pieces(local, total, tp_size):
             first = max(mine.first, piece.first)
             size = min(mine.first + mine.size, piece.first + piece.size) - first
-            if size > 0:
-                yield (
-                    reader_start + first - mine.first,
-                    writer_start + first - piece.first,
-                    size,
-                    piece.ranks,
-                )
+            if size <= 0:
+                continue
+            inner = reader_start + first - mine.first
+            outer = writer_start + first - piece.first
+            last = found[-1] if found else None
+            if (
+                last
+                and last[3] == piece.ranks
+                and ((inner, outer) == (last[0] + last[2], last[1] + last[2]))
+            ):  # parts that both sides hold whole
+                found[-1] = (last[0], last[1], last[2] + size, piece.ranks)
+            else:
+                found.append((inner, outer, size, piece.ranks))
+    return found
 
 
 def segments_of(
