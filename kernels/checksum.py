@@ -1,4 +1,4 @@
-"""The checksum of an object, in plain torch: what the kernels compute in their own pass.
+"""The checksum of an object: what the kernels compute in their own pass, and the same in numpy.
 
 The sum over all little-endian 32-bit words w_i of the object's payload of w_i x (2 i + 1), modulo
 2**64; a last word of fewer bytes is filled up with zeros. Words may be summed in any order, and so
@@ -10,7 +10,9 @@ weights of under 2**31, is no multiple of 2**64. Other changes go unseen with a 
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvferry.errors import ArgumentError
 from kvferry.kernels.device import SUM_ONLY
@@ -21,7 +23,7 @@ from kvferry.kernels.tiles import _move_tiles_kernel
 from kvferry.launch import DEFAULT_LAUNCH, LaunchConfig
 from kvferry.segments import Segment
 
-_WORDS_AT_ONCE = 1 << 16  # terms of 64 bits that stay in a core's cache
+_ROW_WORDS = 1024
 
 
 class ObjectSums:
@@ -114,22 +116,34 @@ def checksums_reference(
         stride_bytes: from one to the next.
         position: where the piece begins in its object.
     """
-    sums = torch.zeros(num_objects, dtype=torch.int64, device=objects.device)
-    for index in range(num_objects):
-        piece = objects[index * stride_bytes : index * stride_bytes + num_bytes]
-        sums[index] = _sum_of(piece, position)
+    if not num_objects or not num_bytes:
+        return torch.zeros(num_objects, dtype=torch.int64, device=objects.device)
+    pieces = objects.as_strided(
+        (num_objects, num_bytes), (stride_bytes, 1), objects.storage_offset()
+    )
+    lead, behind = position % 4, -(position + num_bytes) % 4
+    if lead or behind:
+        pieces = torch.nn.functional.pad(pieces, (lead, behind))
+    sums = _sums_of(pieces.cpu().numpy(), position // 4)
+    return torch.from_numpy(sums.view(np.int64)).to(objects.device)
+
+
+def _sums_of(pieces: NDArray[np.uint8], first_word: int) -> NDArray[np.uint64]:
+    """Return the sums of pieces of whole words, `[num_objects]`.
+
+    As a table of rows of `_ROW_WORDS`, weights are 2 x (row start) + (2 column + 1): so the sums of
+    rows and of columns are enough, which are plain additions, at several GB/s in one thread.
+    """
+    words = pieces.view(np.uint32)
+    num_rows, rest = divmod(words.shape[1], _ROW_WORDS)
+    table = words[:, : num_rows * _ROW_WORDS].reshape(len(words), num_rows, _ROW_WORDS)
+    sums = np.zeros(len(words), dtype=np.uint64)
+    if num_rows:
+        rows, columns = table.sum(2, dtype=np.uint64), table.sum(1, dtype=np.uint64)
+        sums += (columns * (2 * np.arange(_ROW_WORDS, dtype=np.uint64) + 1)).sum(1)
+        starts = first_word + np.arange(num_rows, dtype=np.uint64) * _ROW_WORDS
+        sums += (rows * (2 * starts)).sum(1)
+    if rest:
+        index = first_word + num_rows * _ROW_WORDS + np.arange(rest, dtype=np.uint64)
+        sums += (words[:, -rest:].astype(np.uint64) * (2 * index + 1)).sum(1)
     return sums
-
-
-def _sum_of(piece: torch.Tensor, position: int) -> torch.Tensor:
-    before, behind = position % 4, -(position + piece.numel()) % 4
-    if before or behind or piece.data_ptr() % 4 or piece.storage_offset() % 4:
-        piece = torch.nn.functional.pad(piece, (before, behind))
-    words = piece.view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=piece.device)
-    for first in range(0, words.numel(), _WORDS_AT_ONCE):
-        terms = words[first : first + _WORDS_AT_ONCE].to(torch.int64).bitwise_and_(0xFFFFFFFF)
-        index = position // 4 + first
-        weights = torch.arange(index, index + terms.numel(), device=piece.device)
-        total += torch.sum(terms.mul_(weights.mul_(2).add_(1)))
-    return total
