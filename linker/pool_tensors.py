@@ -5,7 +5,6 @@ An engine that grows a side pool does not tell its cache connectors. So the read
 tensor that is neither in the layout nor in a list with reasons is an error.
 """
 
-import bisect
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvferry.auditor import CoveredRanges, extent_of
 from kvferry.errors import LayoutError
 
 
@@ -97,11 +97,11 @@ def undescribed(
         LayoutError: a tensor has neither a place in the layout nor a reason; names class,
             attribute and layer.
     """
-    ranges = _Ranges(described)
-    one_by_one = {_extent(tensor): reason for tensor, reason in excluded}
+    ranges = CoveredRanges(described)
+    one_by_one = {extent_of(tensor): reason for tensor, reason in excluded}
     left_out = {}
     for item in held:
-        extent = _extent(item.tensor)
+        extent = extent_of(item.tensor)
         reason = one_by_one.get(extent) or reasons.get((item.owner, item.attribute))
         if item.tensor.numel() == 0 or item.tensor.device.type == "meta":
             continue
@@ -133,48 +133,6 @@ def required(value: object, attribute: str) -> Any:
             f"differs from the one this reader was written for"
         )
     return getattr(value, attribute)
-
-
-class _Ranges:
-    """Address ranges of tensors, joined where they touch."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        unique = {_layout_of(tensor): tensor for tensor in tensors}.values()
-        self._whole = {_extent(tensor) for tensor in unique}
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        self._num_bytes: list[int] = []
-        for tensor in sorted(unique, key=_extent):
-            begin, end = _extent(tensor)
-            num_bytes = tensor.numel() * tensor.element_size()
-            if self._ends and begin <= self._ends[-1]:
-                self._ends[-1] = max(self._ends[-1], end)
-                self._num_bytes[-1] += num_bytes
-            else:
-                self._begins.append(begin)
-                self._ends.append(end)
-                self._num_bytes.append(num_bytes)
-
-    def hold(self, begin: int, end: int) -> bool:
-        """Whether the tensors hold every byte; a view between the rows of others is not held."""
-        if (begin, end) in self._whole:
-            return True
-        index = bisect.bisect_right(self._begins, begin) - 1
-        if index < 0 or end > self._ends[index]:
-            return False
-        return self._num_bytes[index] >= self._ends[index] - self._begins[index]
-
-
-def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.element_size()
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    begin = tensor.data_ptr()
-    return begin, begin + (last + 1) * tensor.element_size() if tensor.numel() else begin
 
 
 def _is_entered(value: object, packages: Sequence[str]) -> bool:

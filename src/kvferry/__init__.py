@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvferry.auditor import audit
     from kvferry.kernels.pack import Packer
     from kvferry.kernels.page_ids import PageIds
     from kvferry.layout import CacheLayout, ModelIdentity, PoolTensors
@@ -37,6 +38,7 @@ _HOMES = {
     "StagingBuffer": "linker.staging",
     "Transfer": "linker.transfer",
     "TransferResult": "linker.transfer",
+    "audit": "auditor",
     "restorable": "restore",
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "StagingBuffer",
     "Transfer",
     "TransferResult",
+    "audit",
     "restorable",
 ]
 
