@@ -176,7 +176,7 @@ def test_segments_tell_their_tokens(memory: str, order: str, padding: int) -> No
     rank = Rank(model, 4, tp=(0, 2), memory=memory, order=order, padding=padding)
     check_tokens(rank, rank.layout.segments("full", by_token=True), {0, 1, 2, 3})
     for tp, dcp in [(1, 1), (4, 1), (1, 2), (2, 4)]:
-        writer = Rank(model, 4 // dcp, tp=(0, tp), dcp=(0, dcp), order=order).layout
+        writer = Rank(model, 4 // dcp, tp=(0, tp), dcp=(0, dcp), order=order, memory=memory).layout
         plan = plan_reshard(writer, rank.layout, dcp_in_tp=False, by_token=True)
         segments = tuple(each for source in plan.sources for each in source.segments)
         check_tokens(rank, segments, {0, 1, 2, 3})
