@@ -14,7 +14,7 @@ from sharded import ALL_POOLS, Model, Rank, bytes_of, deployment, load, twin_of
 
 from kvferry.errors import LayoutError
 from kvferry.kernels.pack import Packer
-from kvferry.layout import CacheLayout, ModelIdentity
+from kvferry.layout import CacheLayout, ModelIdentity, PoolTensors
 from kvferry.reshard import ReshardPlan, plan_reshard
 from kvferry.testing import POISON
 
@@ -287,6 +287,37 @@ def test_the_last_page_in_part(path: str, tail: str, device: torch.device) -> No
             pages.view(torch.uint8)[:, :, 5:] = filler
             got = reader.tensors[name][layer][reader.page_ids["full"]]
             assert torch.equal(got, pages)
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [(4, 4), (2, 4), (4, 2)])
+@pytest.mark.parametrize("behind", [0, 5])
+def test_pages_of_planes_with_bytes_behind_the_tokens(wrote: int, reads: int, behind: int) -> None:
+    def layout(page_size: int, num_bytes: int, *rows: list[int]) -> CacheLayout:
+        pages = torch.tensor([row + [99] * num_bytes for row in rows], dtype=torch.uint8)
+        pool = PoolTensors("index", "full", "page", {0: pages}, token_planes=(2, 1))
+        return CacheLayout.from_tensors([pool], page_size=page_size, num_layers=1)
+
+    def planes(tokens: list[int]) -> list[int]:
+        return [each for token in tokens for each in (token, token + 20)] + [
+            token + 40 for token in tokens
+        ]
+
+    def dealt(page_size: int) -> list[list[int]]:
+        return [planes([*range(i, i + page_size)]) for i in range(0, 4, page_size)]
+
+    writer = layout(wrote, 3, *dealt(wrote))
+    reader = layout(reads, behind, *([[99] * (3 * reads)] * (4 // reads)))
+    plan = plan_reshard(writer, reader)
+    for source in plan.sources:
+        objects = torch.zeros(4 // wrote, 32, dtype=torch.uint8)
+        Packer(writer, "full").pack([*range(4 // wrote)], objects.flatten(), stride_bytes=32)
+        pairs = plan.page_pairs(source, 4 // reads)
+        packer = Packer(reader, "full", segments=source.segments)
+        theirs = objects[[page for _, page in pairs]].flatten()
+        packer.unpack([page for page, _ in pairs], theirs, stride_bytes=32)
+    (buffer,) = reader.buffers["full"]
+    assert buffer.tensor is not None
+    assert buffer.tensor.tolist() == [row + [99] * behind for row in dealt(reads)]
 
 
 def small(**changes: Any) -> CacheLayout:

@@ -138,9 +138,11 @@ def segments_of(
         for piece in slices:
             if piece.pool.name == buffer.pool.name:
                 placed = objects[buffer.pool.name, buffer.layer_id]
+                # What fills a page behind its tokens moves only where whole pages are alike.
+                alike = buffer.pool.page_shape == placed.pool.page_shape
                 segments.extend(
                     _of_planes(buffer, placed, piece, page_sizes)
-                    if buffer.pool.token_planes and (piece.rows or by_token)
+                    if buffer.pool.token_planes and (piece.rows or by_token or not alike)
                     else _of_slice(buffer, placed, piece, by_token)
                 )
     return tuple(sorted(segments, key=lambda each: (each.layer_id, each.object_offset)))
