@@ -9,7 +9,7 @@ READY_VLLM := .venv-vllm/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport figures clean
+.PHONY: help demo test test-deep mutants test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-sass figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -19,6 +19,14 @@ demo: $(READY) ## save and load pages through a real Mooncake master on this mac
 
 test: $(READY) ## the whole core suite
 	$(BIN)/python -m pytest
+
+test-deep: $(READY) ## the property tests with ten times as many random layouts
+	KVFERRY_HYPOTHESIS=deep $(BIN)/python -m pytest tests/test_pack.py tests/test_runs.py \
+		tests/test_nests.py tests/test_order.py tests/test_reshard.py tests/test_restore.py \
+		tests/test_checksum.py tests/test_tables.py tests/test_staging.py tests/test_keys.py
+
+mutants: $(READY) ## deliberate faults in the library: does the suite catch each?
+	$(BIN)/python tests/mutants.py
 
 test-newest: $(READY_NEWEST) ## the kernels' tests with the newest Triton, in an environment of its own
 	.venv-newest/bin/python -m pytest $(NEWEST_TESTS)
@@ -44,6 +52,9 @@ bench-host: $(READY) ## planning a save on the host, beside a list of its ranges
 
 bench-transport: $(READY) ## packed transfers beside Mooncake's own contiguous calls
 	$(BIN)/python benchmarks/bench_transport.py
+
+bench-sass: $(READY) ## machine code of the kernels, by compiling alone
+	$(BIN)/python benchmarks/bench_sass.py
 
 figures: $(READY) ## measure everything that the documents quote, and write it there
 	$(BIN)/python benchmarks/figures.py

@@ -22,10 +22,11 @@ from bars import Bar, report
 from kvferry.kernels.device import PACK
 from kvferry.kernels.pack import Packer
 from kvferry.kernels.page_ids import PageIds
-from kvferry.layout import CacheLayout, dtype_named
+from kvferry.layout import CacheLayout
 from kvferry.linker.keys import KeyScheme
 from kvferry.linker.plan import plan_transfer
 from kvferry.models import description
+from kvferry.pools import dtype_named
 
 MODEL = "deepseek-v3.2-dsa-fp8"
 TOKENS = 32768

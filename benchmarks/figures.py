@@ -16,6 +16,7 @@ from bars import RESULTS, machine, table
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = {
     "host": ("make bench-host", "How much Python runs before the bytes of a save move?"),
+    "sass": ("make bench-sass", "What does the compiler make of the kernels for long runs?"),
     "transport": ("make bench-transport", "Do packed pages reach Mooncake's own contiguous rate?"),
 }
 

@@ -47,6 +47,7 @@ class Packer:
         config: LaunchConfig = DEFAULT_LAUNCH,
         *,
         segments: Sequence[Segment] | None = None,
+        objects_of: CacheLayout | None = None,
     ) -> None:
         """Describe the moves of one index space.
 
@@ -56,6 +57,8 @@ class Packer:
             config: how the kernels are launched.
             segments: what a move is made of, ascending by layer, where that is not whole pages in
                 the layout's own order: slices of heads or tokens, another layout's objects.
+            objects_of: the layout whose objects these are, where it is another: a writer's, whose
+                objects are unpacked by the `segments` of a plan (see `reshard`).
 
         Raises:
             ArgumentError: the layout is not bound, or has no such space.
@@ -68,6 +71,7 @@ class Packer:
         self.space = space
         self.device = layout.device
         self._config = config
+        self._objects_of = objects_of or layout
         self._own_segments = segments is not None
         self._segments = tuple(layout.segments(space) if segments is None else segments)
         self._token_segments: tuple[Segment, ...] | None = None
@@ -135,7 +139,7 @@ class Packer:
             stride_bytes: as in `pack`.
             layers: as in `pack`.
             origin_bytes: as in `pack`.
-            sums: as in `pack`: of what was read.
+            sums: as in `pack`, of what was read; not for `segments` of one's own, which read parts.
             tail_tokens: how many tokens of the last page are wanted, 0 .. page_size; all of them by
                 default.
             tail: what becomes of the last page's other tokens: `zero`, or `keep` what is there.
@@ -200,9 +204,11 @@ class Packer:
         ids = PageIds.check(self.layout, self.space, page_ids, unique=kind == UNPACK)
         stride = where.stride_bytes
         if stride is None:
-            stride = self.layout.object_bytes[self.space]
+            stride = self._objects_of.object_bytes[self.space]
         ranges = self._ranges(where.layers)
         self._check_objects(objects, len(ids), stride, ranges, origin)
+        if where.sums is not None and self._own_segments:
+            raise ArgumentError("sums are given, but segments that read parts have no checksum")
         _check_sums(where.sums, len(ids), self.device)
         segments = self._segments_for(tail != WHOLE)
         if not len(ids) or not ranges:
@@ -221,7 +227,7 @@ class Packer:
         else:
             unpack_reference(views, ids.on_device, objects, stride, origin, tail, tokens)
         if where.sums is not None:
-            offsets = self.layout.layer_offsets[self.space]
+            offsets = self._objects_of.layer_offsets[self.space]
             for first, end in ranges:
                 piece = checksums_reference(
                     objects[offsets[first] - origin :],
@@ -279,7 +285,7 @@ class Packer:
             )
         if not ranges or not num_objects:
             return
-        offsets = self.layout.layer_offsets[self.space]
+        offsets = self._objects_of.layer_offsets[self.space]
         first, end = offsets[ranges[0][0]], offsets[ranges[-1][1]]
         if not 0 <= origin <= first:
             raise ArgumentError(
@@ -295,7 +301,14 @@ class Packer:
             )
 
     def _segments_for(self, by_token: bool) -> tuple[Segment, ...]:
-        if not by_token or self._own_segments:
+        if by_token and self._own_segments:
+            if not all(segment.token_bytes for segment in self._segments):
+                raise ArgumentError(
+                    "tail_tokens is given, but the segments do not tell tokens apart: plan them "
+                    "by_token=True"
+                )
+            return self._segments
+        if not by_token:
             return self._segments
         if self._token_segments is None:
             self._token_segments = self.layout.segments(self.space, by_token=True)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvferry.errors import LayoutError
-from kvferry.layout import PoolTensors
 from kvferry.linker.pool_tensors import qualified_name, required
 from kvferry.linker.sglang_layers import LAYER_READERS, read_layers
 from kvferry.linker.sglang_reading import Reading, Seat, check_page_size
 from kvferry.linker.sglang_v4 import DEEPSEEK_V4, read_deepseek_v4
+from kvferry.pools import PoolTensors
 
 HYBRID_LINEAR = "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool"
 SWA = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.layout import CacheLayout, ModelIdentity
+from kvferry.identity import ModelIdentity
+from kvferry.layout import CacheLayout
 from kvferry.linker.pool_tensors import (
     Excluded,
     held_tensors,

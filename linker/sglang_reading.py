@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.layout import PoolTensors
 from kvferry.linker.pool_tensors import Excluded, required
+from kvferry.pools import PoolTensors
 
 
 @dataclass(frozen=True)

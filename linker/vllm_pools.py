@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.layout import CacheLayout, ModelIdentity, PoolTensors
+from kvferry.identity import ModelIdentity
+from kvferry.layout import CacheLayout
 from kvferry.linker.pool_tensors import Excluded, qualified_name, required
+from kvferry.pools import PoolTensors
 
 _MODULE = "vllm.v1.kv_cache_interface"
 _SPACE_OF_SPEC = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Before any kernel is imported: without a GPU they run in Triton's interpreter.
 if not torch.cuda.is_available():
@@ -18,6 +18,10 @@ from kvferry.linker.owner import LocalOwner
 
 settings.register_profile("core", max_examples=200, deadline=None)
 settings.register_profile("deep", max_examples=2000, deadline=None)
+# A mutant is caught by the first example that fails; a smaller one is of no use.
+settings.register_profile(
+    "mutants", max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile(os.environ.get("KVFERRY_HYPOTHESIS", "core"))
 
 

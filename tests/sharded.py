@@ -7,9 +7,11 @@ from functools import cached_property
 
 import torch
 
+from kvferry.identity import ModelIdentity
 from kvferry.kernels.pack import Packer
 from kvferry.launch import LaunchConfig
-from kvferry.layout import CacheLayout, ModelIdentity, PoolTensors
+from kvferry.layout import CacheLayout
+from kvferry.pools import PoolTensors
 from kvferry.reshard import ReshardPlan, plan_reshard
 from kvferry.testing import POISON
 
@@ -237,14 +239,16 @@ def load(
         space = source.space
         writer = writers[source.identity.tp[0], source.identity.dcp[0]]
         assert source.layout.fingerprint == writer.layout.fingerprint
-        larger = max(source.object_bytes, reader.layout.object_bytes[space])
+        larger = source.object_bytes
         stride = -(-larger // 16) * 16
         written = writer.objects(space, stride, path)
         pages = reader.page_ids[space]
         pairs = plan.page_pairs(source, len(pages))
         theirs = [page for _, page in pairs]
         objects = written[theirs].flatten()
-        packer = Packer(reader.layout, space, SMALL_TILES, segments=source.segments)
+        packer = Packer(
+            reader.layout, space, SMALL_TILES, segments=source.segments, objects_of=source.layout
+        )
         packer.unpack(
             [pages[page] for page, _ in pairs], objects, stride_bytes=stride, backend=path
         )

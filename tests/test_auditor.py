@@ -6,7 +6,8 @@ import torch
 import kvferry
 from kvferry.auditor import audit, uncovered
 from kvferry.errors import LayoutError
-from kvferry.layout import CacheLayout, PoolTensors
+from kvferry.layout import CacheLayout
+from kvferry.pools import PoolTensors
 
 
 @pytest.fixture

@@ -37,18 +37,35 @@ def test_every_variant_compiles_for_every_target(compiled: list[dict[str, Any]])
 
 
 def test_payload_moves_at_full_width(compiled: list[dict[str, Any]]) -> None:
-    for row in compiled:
-        if row["target"].startswith("gfx"):
-            continue
+    for row in cuda(compiled):
+        loads, stores = row["sass"]["loads"], row["sass"]["stores"]
         width, wanted = str(row["access_bytes"]), row["payload_bytes_per_thread"]
-        where = f"{row['name']} on {row['target']}: {row['loads']} {row['stores']}"
+        where = f"{row['name']} on {row['target']}: {loads} {stores}"
         # Every store is payload; loads are the payload's and, narrow, those of rows and page ids.
         if row["name"].startswith("sum"):
-            assert row["stores"] == {}, where
+            assert stores == {}, where
         else:
-            assert set(row["stores"]) == {width}, where
-            assert row["stores"][width] * int(width) == wanted, where
-        assert row["loads"][width] * int(width) >= wanted, where
+            assert set(stores) == {width}, where
+            assert stores[width] * int(width) == wanted, where
+        assert loads[width] * int(width) >= wanted, where
+
+
+def test_nothing_spills(compiled: list[dict[str, Any]]) -> None:
+    for row in cuda(compiled):
+        assert row["sass"]["spills"] == row["sass"]["spill_bytes"] == 0, row
+        assert row["sass"]["registers"] <= 128, row
+
+
+def test_long_runs_take_few_instructions(compiled: list[dict[str, Any]]) -> None:
+    for row in cuda(compiled):
+        if row["name"] in ("pack_tiles", "unpack_tiles"):
+            assert row["instructions_per_16_bytes"] <= 19, row
+        elif row["name"].endswith("_tiles"):
+            assert row["instructions_per_16_bytes"] <= 60, row
+
+
+def cuda(compiled: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in compiled if row["target"].startswith("sm_")]
 
 
 STUB = """

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvferry.kernels.pack import Packer
-from kvferry.layout import CacheLayout, PoolTensors
+from kvferry.layout import CacheLayout
+from kvferry.pools import PoolTensors
 from kvferry.testing import (
     POISON,
     check_poison,

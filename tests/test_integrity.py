@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvferry.errors import TransferFailed
-from kvferry.layout import CacheLayout, ModelIdentity
+from kvferry.identity import ModelIdentity
+from kvferry.layout import CacheLayout
 from kvferry.linker.linker import Linker, LinkerConfig
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.staging import StagingBuffer

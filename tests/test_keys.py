@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import ArgumentError
-from kvferry.layout import CacheLayout, ModelIdentity
+from kvferry.identity import ModelIdentity
+from kvferry.layout import CacheLayout
 from kvferry.linker.keys import MAX_KEY_LENGTH, KeyScheme, check_page_keys
 from kvferry.models import description
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from kvferry.errors import LayoutError
-from kvferry.layout import CacheLayout, ModelIdentity, PoolTensors
+from kvferry.identity import ModelIdentity
+from kvferry.layout import CacheLayout
 from kvferry.models import description, descriptions
+from kvferry.pools import PoolTensors
 from kvferry.testing import make_tensors
 
 SMALL: dict[str, Any] = {

@@ -10,9 +10,11 @@ from sharded import ALL_POOLS, SMALL_TILES, Model, Rank, deployment
 
 from kvferry.deployments import layout_for
 from kvferry.errors import LayoutError
+from kvferry.identity import ModelIdentity
 from kvferry.kernels.pack import Packer
-from kvferry.layout import CacheLayout, ModelIdentity, PoolTensors
+from kvferry.layout import CacheLayout
 from kvferry.models import description, descriptions
+from kvferry.pools import PoolTensors
 from kvferry.reshard import plan_reshard
 from kvferry.segments import Segment
 from kvferry.testing import (

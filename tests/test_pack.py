@@ -14,8 +14,9 @@ from kvferry.errors import ArgumentError
 from kvferry.kernels.pack import Packer
 from kvferry.kernels.page_ids import PageIds
 from kvferry.launch import LaunchConfig
-from kvferry.layout import CacheLayout, PoolTensors
+from kvferry.layout import CacheLayout
 from kvferry.models import description, descriptions
+from kvferry.pools import PoolTensors
 from kvferry.testing import (
     POISON,
     check_poison,

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from sharded import ALL_POOLS, Model, Rank, bytes_of, deployment, load, twin_of
 
 from kvferry.errors import LayoutError
+from kvferry.identity import ModelIdentity
 from kvferry.kernels.pack import Packer
-from kvferry.layout import CacheLayout, ModelIdentity, PoolTensors
+from kvferry.layout import CacheLayout
+from kvferry.pools import PoolTensors
 from kvferry.reshard import ReshardPlan, plan_reshard
 from kvferry.testing import POISON
 
@@ -272,9 +274,9 @@ def test_the_last_page_in_part(path: str, tail: str, device: torch.device) -> No
     plan = plan_reshard(writers[0, 0].layout, reader.layout, dcp_in_tp=False, by_token=True)
     for source in plan.sources:
         writer = writers[source.identity.tp[0], source.identity.dcp[0]]
-        stride = -(-max(source.object_bytes, reader.layout.object_bytes["full"]) // 16) * 16
+        stride = -(-source.object_bytes // 16) * 16
         objects = writer.objects("full", stride, "reference").flatten()
-        packer = Packer(reader.layout, "full", segments=source.segments)
+        packer = Packer(reader.layout, "full", segments=source.segments, objects_of=source.layout)
         packer.unpack(
             reader.page_ids["full"], objects, stride_bytes=stride, tail_tokens=5, tail=tail,
             backend=path,
@@ -312,7 +314,7 @@ def test_pages_of_planes_with_bytes_behind_the_tokens(wrote: int, reads: int, be
         objects = torch.zeros(4 // wrote, 32, dtype=torch.uint8)
         Packer(writer, "full").pack([*range(4 // wrote)], objects.flatten(), stride_bytes=32)
         pairs = plan.page_pairs(source, 4 // reads)
-        packer = Packer(reader, "full", segments=source.segments)
+        packer = Packer(reader, "full", segments=source.segments, objects_of=source.layout)
         theirs = objects[[page for _, page in pairs]].flatten()
         packer.unpack([page for page, _ in pairs], theirs, stride_bytes=32)
     (buffer,) = reader.buffers["full"]

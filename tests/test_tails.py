@@ -8,8 +8,9 @@ import torch
 from kvferry.errors import ArgumentError, LayoutError
 from kvferry.kernels.pack import Packer
 from kvferry.launch import LaunchConfig
-from kvferry.layout import CacheLayout, PoolTensors
+from kvferry.layout import CacheLayout
 from kvferry.models import description
+from kvferry.pools import PoolTensors
 from kvferry.testing import POISON, make_tensors, poison, telling_bytes, write_telling
 
 PATHS = ("reference", "triton")
@@ -147,3 +148,15 @@ def test_wrong_arguments_are_refused() -> None:
                 "pools": [{"name": "k", "index": "full", "rows": "page", "row_shape": [4, 8],
                            "dtype": "uint8", "layers": [0], **changes}],
             })  # fmt: skip
+
+
+def test_segments_that_tell_no_tokens_are_refused_for_tails_and_sums() -> None:
+    layout = CacheLayout.from_description(description("odd-bytes"))
+    layout = layout.bind(make_tensors(layout, 2))
+    packer = Packer(layout, "full", segments=layout.segments("full"))
+    objects = torch.zeros(210, dtype=torch.uint8)
+    with pytest.raises(ArgumentError, match="do not tell tokens apart"):
+        packer.unpack([0], objects, tail_tokens=1)
+    with pytest.raises(ArgumentError, match="sums are given"):
+        packer.unpack([0], objects, sums=torch.zeros(1, dtype=torch.int64))
+    packer.unpack([0], objects)

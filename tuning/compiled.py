@@ -1,10 +1,8 @@
 """Kernels compiled for GPUs that aren't here: what was generated, read without running it."""
 
 import json
-import re
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,11 +15,10 @@ from kvferry.kernels.device import KEEP_TAIL, PACK, SUM_ONLY, UNPACK, WHOLE, ZER
 from kvferry.kernels.tiles import _move_tiles_kernel
 from kvferry.kernels.units import _move_units_kernel
 from kvferry.launch import DEFAULT_LAUNCH
+from kvferry.tuning.sass import Sass, read_sass
 
 CUDA_ARCHES = (80, 90, 100, 120)
 AMD_ARCHES = ("gfx942", "gfx950")
-
-_ACCESS = re.compile(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)")
 
 
 @dataclass(frozen=True)
@@ -47,21 +44,22 @@ class Variant:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came of one variant on one target.
+    """What came of one variant on one CUDA target.
 
     Attributes:
         name, target: which.
-        loads, stores: width in bytes to number of such accesses in a thread's code (CUDA's PTX).
+        sass: its machine code.
         payload_bytes_per_thread: what a thread should load, and store.
         access_bytes: width that the payload should have.
+        instructions_per_16_bytes: of payload.
     """
 
     name: str
     target: str
-    loads: dict[int, int]
-    stores: dict[int, int]
+    sass: Sass
     payload_bytes_per_thread: int
     access_bytes: int
+    instructions_per_16_bytes: float
 
 
 def variants() -> Iterator[Variant]:
@@ -123,19 +121,18 @@ def compile_for(variant: Variant, target: GPUTarget) -> Any:
         return triton.compile(source, target=target, options={"num_warps": variant.num_warps})
 
 
-def read_ptx(variant: Variant, arch: int) -> Compiled:
-    """Compile for a CUDA architecture and count the accesses in its PTX."""
+def inspect(variant: Variant, arch: int) -> Compiled:
+    """Compile for a CUDA architecture and read the machine code."""
     compiled = compile_for(variant, GPUTarget("cuda", arch, 32))
-    counts: dict[str, Counter[int]] = {"ld": Counter(), "st": Counter()}
-    for kind, vector, bits in _ACCESS.findall(compiled.asm["ptx"]):
-        counts[kind][int(vector or 1) * int(bits) // 8] += 1
+    sass = read_sass(compiled.asm["cubin"])
+    payload_bytes = variant.payload_bytes // (32 * variant.num_warps)
     return Compiled(
         variant.name,
         f"sm_{arch}",
-        dict(counts["ld"]),
-        dict(counts["st"]),
-        variant.payload_bytes // (32 * variant.num_warps),
+        sass,
+        payload_bytes,
         variant.access_bytes,
+        sass.instructions * 16 / payload_bytes,
     )
 
 
@@ -148,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
                 compile_for(variant, GPUTarget("hip", name, 64))
                 rows.append({"name": variant.name, "target": name})
             else:
-                rows.append(asdict(read_ptx(variant, int(name))))
+                rows.append(asdict(inspect(variant, int(name))))
     print(json.dumps(rows))
     return 0
 

@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 from kvferry.errors import LayoutError
+from kvferry.identity import ModelIdentity
 from kvferry.kernels.pack import Packer
-from kvferry.layout import ModelIdentity
 from kvferry.linker.pool_tensors import held_tensors
 from kvferry.linker.sglang_pools import SGLangPools, read_cache_params
 

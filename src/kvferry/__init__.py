@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvferry.auditor import audit
+    from kvferry.deployments import layout_for
+    from kvferry.identity import ModelIdentity
     from kvferry.kernels.pack import Packer
     from kvferry.kernels.page_ids import PageIds
-    from kvferry.layout import CacheLayout, ModelIdentity, PoolTensors
+    from kvferry.layout import CacheLayout
     from kvferry.linker.linker import Linker, LinkerConfig
     from kvferry.linker.master import LocalMaster
     from kvferry.linker.mooncake import MooncakeStore
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from kvferry.linker.owner import LocalOwner
     from kvferry.linker.staging import StagingBuffer
     from kvferry.linker.transfer import Transfer, TransferResult
+    from kvferry.pools import PoolTensors
+    from kvferry.reshard import plan_reshard
     from kvferry.restore import restorable
 
 __version__ = "0.1.0"
@@ -29,16 +33,18 @@ _HOMES = {
     "LinkerConfig": "linker.linker",
     "LocalMaster": "linker.master",
     "LocalOwner": "linker.owner",
-    "ModelIdentity": "layout",
+    "ModelIdentity": "identity",
     "MooncakeConfig": "linker.mooncake_config",
     "MooncakeStore": "linker.mooncake",
     "Packer": "kernels.pack",
     "PageIds": "kernels.page_ids",
-    "PoolTensors": "layout",
+    "PoolTensors": "pools",
     "StagingBuffer": "linker.staging",
     "Transfer": "linker.transfer",
     "TransferResult": "linker.transfer",
     "audit": "auditor",
+    "layout_for": "deployments",
+    "plan_reshard": "reshard",
     "restorable": "restore",
 }
 
@@ -58,6 +64,8 @@ __all__ = [
     "Transfer",
     "TransferResult",
     "audit",
+    "layout_for",
+    "plan_reshard",
     "restorable",
 ]
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.errors import LayoutError
-from kvferry.layout import CacheLayout, Pool
+from kvferry.layout import CacheLayout
+from kvferry.pools import Pool
 
 
 def layout_for(

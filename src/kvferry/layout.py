@@ -13,196 +13,47 @@ are head-major and pages that are token-major can have equal shapes.
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from kvferry.buffers import (
+    Buffer,
+    make_buffer,
+    no_shared_memory,
+    not_cut,
+    one_device,
+    order_and_runs,
+)
 from kvferry.errors import LayoutError
+from kvferry.identity import ModelIdentity
 from kvferry.object_order import (
     ORDERS,
-    Place,
     canonical_meaning,
     check_groups,
-    dense_strides,
     places,
     strided_segments,
 )
-from kvferry.runs import Run, page_runs
+from kvferry.pools import (
+    SPACES,
+    Pool,
+    PoolTensors,
+    check_tensor,
+    dtype_name,
+    parse_pool,
+    positive,
+    same_names,
+)
+from kvferry.runs import Run
 from kvferry.segments import Segment
-from kvferry.sharding import Sharding
 
 FORMAT_VERSION = 1
 """Version of the object's bytes; part of every fingerprint."""
 
-SPACES = ("full", "swa", "state")
-"""Index spaces: every page of a prefix, a trailing window of them, the last one alone."""
-
 MAX_OBJECT_BYTES = 2**31 - 1
 """Mooncake returns byte counts of ranged calls as 32-bit integers."""
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """What must agree before one engine may read another's pages; part of the fingerprint.
-
-    Attributes:
-        model: the model's id, as its users name it.
-        revision: commit or tag of the weights.
-        kv_dtype: the engine's KV-cache dtype, where the pools' own dtype does not tell (raw bytes).
-        draft: id of a draft model whose layers ride in the same pools.
-        tp, pp, cp, dcp: (rank, size) of tensor, pipeline, context and decode-context parallelism.
-    """
-
-    model: str = ""
-    revision: str = ""
-    kv_dtype: str = ""
-    draft: str = ""
-    tp: tuple[int, int] = (0, 1)
-    pp: tuple[int, int] = (0, 1)
-    cp: tuple[int, int] = (0, 1)
-    dcp: tuple[int, int] = (0, 1)
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "dcp"):
-            rank, size = getattr(self, name)
-            if not 0 <= rank < size:
-                raise LayoutError(f"{name} is (rank {rank}, size {size}), wanted 0 <= rank < size")
-
-    @property
-    def share(self) -> str:
-        """This rank's part of the model, as it stands in object keys: `tp0of8-pp0of1-...`."""
-        parts = (
-            f"{name}{getattr(self, name)[0]}of{getattr(self, name)[1]}"
-            for name in ("tp", "pp", "cp", "dcp")
-        )
-        return "-".join(parts)
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The buffers of one kind, over all layers that have it, with one row geometry.
-
-    Attributes:
-        name: unique in the layout, for example `kv` or `index_k`.
-        space: the index space whose page ids address it.
-        rows: `token` if a row of the tensors is a token (a page is `page_size` rows), `page` if a
-            row is a page.
-        row_shape: shape of a row; without the leading dimension of the tensors.
-        dtype: torch's name of the dtype, for example `bfloat16`.
-        layer_ids: layers that own a buffer of this kind, ascending.
-        page_shape: shape of a page, `row_shape` preceded by `page_size` where rows are tokens.
-        page_bytes: bytes of one page in one layer.
-        order: the page's dimensions of more than one entry, from slowest to fastest in memory.
-        token_axis: the page's dimension that counts tokens; 0 where rows are tokens, None where no
-            dimension does.
-        token_planes: for pages that hold one plane after another (keys, then scales), the bytes of
-            one token in each plane; empty where `token_axis` tells.
-        shard_axis: the axis of `row_shape` that tensor-parallel ranks share out; None where every
-            rank holds the same bytes. It says what may be read by other ranks, and is no part of
-            the fingerprint.
-        shard_parts: this rank's entries of each part that is concatenated along that axis.
-        shard_totals: all ranks' entries of each part; see `sharding`.
-        head_group: pools of one group are interleaved by head in canonical order.
-    """
-
-    name: str
-    space: str
-    rows: str
-    row_shape: tuple[int, ...]
-    dtype: str
-    layer_ids: tuple[int, ...]
-    page_shape: tuple[int, ...]
-    page_bytes: int
-    order: tuple[int, ...]
-    token_axis: int | None
-    token_planes: tuple[int, ...]
-    shard_axis: int | None = None
-    shard_parts: tuple[int, ...] = ()
-    shard_totals: tuple[int, ...] = ()
-    head_group: str = ""
-
-    @property
-    def shard_dim(self) -> int | None:
-        """The page's dimension that is sharded, None where every rank holds the same bytes."""
-        if self.shard_axis is None:
-            return None
-        return self.shard_axis + (1 if self.rows == "token" else 0)
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return dtype_named(self.dtype, self.name).itemsize
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One layer's tensor of one pool: where its pages lie, and where their bytes go.
-
-    Attributes:
-        pool: the pool it belongs to.
-        layer_id: the layer that owns it.
-        object_offset: where its page's first entry lies in the object.
-        tensor: the tensor itself, held so that its memory stays; None while unbound.
-        address: address of page 0's first byte; 0 while unbound.
-        page_stride_bytes: from one page to the next, which is not the page's size.
-        num_pages: how many pages the tensor holds.
-        runs: the page's contiguous parts, in object order; their lengths add up to `page_bytes`.
-        alignment_bytes: 16, 8, 4, 2 or 1: the widest access that is aligned at every run of every
-            page, in the pool and in an object that begins at a multiple of 16.
-        page_strides: bytes from one entry to the next of each of the page's dimensions.
-        object_strides: the same in the object.
-    """
-
-    pool: Pool
-    layer_id: int
-    object_offset: int
-    tensor: torch.Tensor | None
-    address: int
-    page_stride_bytes: int
-    num_pages: int
-    runs: tuple[Run, ...]
-    alignment_bytes: int
-    page_strides: tuple[int, ...]
-    object_strides: tuple[int, ...]
-
-    @property
-    def has_planes(self) -> bool:
-        """Whether a page lies whole in memory and in the object, as planes of tokens."""
-        whole = len(self.runs) == 1 and self.runs[0].count == 1
-        same = all(
-            size == 1 or inner == outer
-            for size, inner, outer in zip(
-                self.pool.page_shape, self.page_strides, self.object_strides, strict=True
-            )
-        )
-        return bool(self.pool.token_planes) and whole and same
-
-
-@dataclass(frozen=True)
-class PoolTensors:
-    """A pool by its tensors: the argument of `CacheLayout.from_tensors`.
-
-    Attributes:
-        name, space, rows: as in `Pool`.
-        tensors: layer id to tensor `[num_rows, *row_shape]`. Any strides that do not overlap, so
-            views (`permute`, `select`, a half of an allocation) are described without a copy.
-        token_axis, token_planes, shard_axis, shard_parts, shard_totals, head_group: as in `Pool`.
-            `shard_parts` is the whole axis by default, `shard_totals` the parts times the ranks.
-    """
-
-    name: str
-    space: str
-    rows: str
-    tensors: Mapping[int, torch.Tensor]
-    token_axis: int | None = None
-    token_planes: tuple[int, ...] = ()
-    shard_axis: int | None = None
-    shard_parts: tuple[int, ...] = ()
-    shard_totals: tuple[int, ...] = ()
-    head_group: str = ""
 
 
 @dataclass(frozen=True)
@@ -256,11 +107,12 @@ class CacheLayout:
         Raises:
             LayoutError: an entry is missing, contradictory or unknown; names pool and layer.
         """
-        page_size = _positive(description, "page_size", "description")
-        num_layers = _positive(description, "num_layers", "description")
+        page_size = positive(description, "page_size", "description")
+        num_layers = positive(description, "num_layers", "description")
         identity = identity or ModelIdentity()
         pools = tuple(
-            _pool(entry, page_size, num_layers, identity.tp[1]) for entry in description["pools"]
+            parse_pool(entry, page_size, num_layers, identity.tp[1])
+            for entry in description["pools"]
         )
         window_tokens = description.get("window_tokens")
         layout = _assemble(
@@ -305,7 +157,7 @@ class CacheLayout:
                     "index": pool.space,
                     "rows": pool.rows,
                     "row_shape": list(first.shape[1:]),
-                    "dtype": _dtype_name(first.dtype),
+                    "dtype": dtype_name(first.dtype),
                     "layers": sorted(pool.tensors),
                     "token_axis": pool.token_axis,
                     "token_planes": pool.token_planes,
@@ -338,15 +190,15 @@ class CacheLayout:
                 overlapping elements; two buffers over the same memory; names pool, layer, got and
                 wanted.
         """
-        _same_names("pools", set(tensors), {pool.name for pool in self.pools})
+        same_names("pools", set(tensors), {pool.name for pool in self.pools})
         pools = []
         for pool in self.pools:
             given = tensors[pool.name]
-            _same_names(f"layers of pool {pool.name!r}", set(given), set(pool.layer_ids))
+            same_names(f"layers of pool {pool.name!r}", set(given), set(pool.layer_ids))
             orders = {}
             for layer_id in pool.layer_ids:
-                _check_tensor(pool, layer_id, given[layer_id], self.page_size)
-                orders[layer_id] = _order_and_runs(pool, layer_id, given[layer_id])[0]
+                check_tensor(pool, layer_id, given[layer_id], self.page_size)
+                orders[layer_id] = order_and_runs(pool, layer_id, given[layer_id])[0]
             first = orders[pool.layer_ids[0]]
             for layer_id, order in orders.items():
                 if order != first:
@@ -443,7 +295,7 @@ class CacheLayout:
         for buffer in self.buffers[space]:
             if self.order == "canonical" and not (by_token and buffer.has_planes):
                 if by_token and buffer.pool.token_axis is None:
-                    raise _not_cut(buffer)
+                    raise not_cut(buffer)
                 segments.extend(strided_segments(buffer, by_token=by_token))
                 continue
             offset = buffer.object_offset
@@ -473,153 +325,12 @@ class CacheLayout:
                 for start, width in zip(starts, pool.token_planes, strict=False)
             ]
         if pool.token_axis is None or buffer.tensor is None:
-            raise _not_cut(buffer)
-        return _order_and_runs(pool, buffer.layer_id, buffer.tensor, by_token=True)[1]
+            raise not_cut(buffer)
+        return order_and_runs(pool, buffer.layer_id, buffer.tensor, by_token=True)[1]
 
     def num_ranges(self, space: str) -> int:
         """Return how many contiguous ranges a page has before it is packed."""
         return sum(run.count for buffer in self.buffers[space] for run in buffer.runs)
-
-
-def _not_cut(buffer: Buffer) -> LayoutError:
-    return LayoutError(
-        f"pool {buffer.pool.name!r} layer {buffer.layer_id}: its pages cannot be cut by tokens; "
-        "describe token_axis or token_planes, or move whole pages"
-    )
-
-
-def dtype_named(name: str, pool_name: str) -> torch.dtype:
-    """Return torch's dtype of that name.
-
-    Raises:
-        LayoutError: torch has none; names the pool.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"pool {pool_name!r}: dtype is {name!r}, wanted a torch dtype's name")
-    return dtype
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _positive(entry: Mapping[str, Any], key: str, owner: str) -> int:
-    value = entry.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise LayoutError(f"{owner}: {key} is {value!r}, wanted a positive integer")
-    return value
-
-
-def _same_names(what: str, got: set[Any], wanted: set[Any]) -> None:
-    if got != wanted:
-        raise LayoutError(
-            f"{what}: missing {sorted(wanted - got)}, not described {sorted(got - wanted)}"
-        )
-
-
-def _pool(entry: Mapping[str, Any], page_size: int, num_layers: int, tp_size: int) -> Pool:
-    name = entry.get("name")
-    if not isinstance(name, str) or not name:
-        raise LayoutError(f"pool: name is {name!r}, wanted a non-empty string")
-    owner = f"pool {name!r}"
-    for key in ("index", "rows", "row_shape", "dtype", "layers"):
-        if key not in entry:
-            raise LayoutError(f"{owner}: entry {key!r} is missing")
-    if entry["index"] not in SPACES:
-        raise LayoutError(f"{owner}: index is {entry['index']!r}, wanted one of {SPACES}")
-    if entry["rows"] not in ("token", "page"):
-        raise LayoutError(f"{owner}: rows is {entry['rows']!r}, wanted 'token' or 'page'")
-    if entry["rows"] == "token" and entry["index"] == "state":
-        raise LayoutError(f"{owner}: rows is 'token', wanted 'page': a state slot has no tokens")
-    layer_ids = tuple(entry["layers"])
-    if not layer_ids or list(layer_ids) != sorted(set(layer_ids)):
-        raise LayoutError(f"{owner}: layers are {layer_ids}, wanted at least one, ascending")
-    if layer_ids[0] < 0 or layer_ids[-1] >= num_layers:
-        raise LayoutError(
-            f"{owner}: layer {layer_ids[-1] if layer_ids[0] >= 0 else layer_ids[0]} is outside "
-            f"0 .. {num_layers - 1}"
-        )
-    row_shape = tuple(int(size) for size in entry["row_shape"])
-    if any(size < 1 for size in row_shape):
-        raise LayoutError(f"{owner}: row_shape is {row_shape}, wanted positive sizes")
-    page_shape = (page_size, *row_shape) if entry["rows"] == "token" else row_shape
-    page_bytes = math.prod(page_shape) * dtype_named(entry["dtype"], name).itemsize
-    if entry.get("page_bytes", page_bytes) != page_bytes:
-        raise LayoutError(
-            f"{owner}: page_bytes is {entry['page_bytes']}, but page_shape {page_shape} of "
-            f"{entry['dtype']} has {page_bytes}"
-        )
-    dims = [dim for dim, size in enumerate(page_shape) if size > 1]
-    order = tuple(entry.get("order") or dims)
-    if sorted(order) != dims:
-        raise LayoutError(
-            f"{owner}: order is {order}, wanted dimensions {dims} of page_shape {page_shape}, "
-            "slowest first"
-        )
-    token_axis = 0 if entry["rows"] == "token" else entry.get("token_axis")
-    if token_axis is not None and page_shape[token_axis : token_axis + 1] != (page_size,):
-        raise LayoutError(
-            f"{owner}: token_axis is {token_axis}, but page_shape {page_shape} has not "
-            f"{page_size} tokens there"
-        )
-    token_planes = tuple(int(width) for width in entry.get("token_planes") or ())
-    if token_planes and sum(token_planes) * page_size > page_bytes:
-        raise LayoutError(
-            f"{owner}: token_planes {token_planes} of {page_size} tokens exceed the page's "
-            f"{page_bytes} bytes"
-        )
-    sharding = Sharding.of_entry(entry, row_shape, tp_size, owner)
-    pool = Pool(
-        name, entry["index"], entry["rows"], row_shape, entry["dtype"], layer_ids, page_shape,
-        page_bytes, order, token_axis, token_planes, **asdict(sharding),
-    )  # fmt: skip
-    if pool.shard_dim is not None and (pool.shard_dim == token_axis or token_planes):
-        raise LayoutError(
-            f"{owner}: shard_axis is {pool.shard_axis}, wanted an axis that holds no tokens"
-        )
-    return pool
-
-
-def _check_tensor(pool: Pool, layer_id: int, tensor: torch.Tensor, page_size: int) -> None:
-    where = f"pool {pool.name!r} layer {layer_id}"
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        raise LayoutError(f"{where}: got {type(tensor).__name__}, wanted a strided tensor")
-    if _dtype_name(tensor.dtype) != pool.dtype:
-        raise LayoutError(f"{where}: dtype is {_dtype_name(tensor.dtype)}, wanted {pool.dtype}")
-    if tuple(tensor.shape[1:]) != pool.row_shape:
-        raise LayoutError(
-            f"{where}: rows have shape {tuple(tensor.shape[1:])}, wanted {pool.row_shape}"
-        )
-    rows_per_page = page_size if pool.rows == "token" else 1
-    if tensor.shape[0] < rows_per_page:
-        raise LayoutError(
-            f"{where}: tensor has {tensor.shape[0]} rows, wanted at least a page of {rows_per_page}"
-        )
-
-
-def _order_and_runs(
-    pool: Pool, layer_id: int, tensor: torch.Tensor, *, by_token: bool = False
-) -> tuple[tuple[int, ...], tuple[Run, ...], int, int]:
-    """Return the page's dimension order, its runs, the page stride in bytes, and the page count."""
-    item = tensor.element_size()
-    strides = [stride * item for stride in tensor.stride()]
-    rows_per_page = pool.page_shape[0] if pool.rows == "token" else 1
-    num_pages = tensor.shape[0] // rows_per_page
-    page_strides = strides if pool.rows == "token" else strides[1:]
-    page_stride = strides[0] * rows_per_page
-    try:
-        order, runs = page_runs(
-            pool.page_shape,
-            page_strides,
-            item,
-            num_pages,
-            page_stride,
-            pool.token_axis if by_token else None,
-        )
-    except LayoutError as error:
-        raise LayoutError(f"pool {pool.name!r} layer {layer_id}: {error}") from None
-    return order, runs, page_stride, num_pages
 
 
 def _assemble(
@@ -651,7 +362,7 @@ def _assemble(
             present = [pool for pool in members if (pool.name, layer_id) in owners]
             for pool, place in zip(present, places(present, object_order), strict=True):
                 tensor = tensors[pool.name][layer_id] if tensors else None
-                row.append(_buffer(pool, layer_id, offset, place, tensor, object_order))
+                row.append(make_buffer(pool, layer_id, offset, place, tensor, object_order))
             offset += sum(pool.page_bytes for pool in present)
             offsets.append(offset)
         if offset > MAX_OBJECT_BYTES:
@@ -663,9 +374,9 @@ def _assemble(
         layer_offsets[space] = tuple(offsets)
         if tensors:
             num_pages[space] = min(buffer.num_pages for buffer in row)
-    device = _one_device(buffers) if tensors else None
+    device = one_device(buffers) if tensors else None
     if tensors:
-        _no_shared_memory(buffers)
+        no_shared_memory(buffers)
     return CacheLayout(
         page_size,
         num_layers,
@@ -680,65 +391,6 @@ def _assemble(
         _fingerprint(page_size, num_layers, pools, identity, object_order),
         object_order,
     )
-
-
-def _buffer(
-    pool: Pool,
-    layer_id: int,
-    layer_offset: int,
-    place: Place,
-    tensor: torch.Tensor | None,
-    object_order: str,
-) -> Buffer:
-    if tensor is None:
-        runs: tuple[Run, ...] = (Run(0, pool.page_bytes, 1, pool.page_bytes),)
-        address, page_stride, num_pages = 0, pool.page_bytes, 0
-        page_strides = dense_strides(pool.page_shape, pool.order, pool.item_bytes)
-    else:
-        _, runs, page_stride, num_pages = _order_and_runs(pool, layer_id, tensor)
-        address = tensor.data_ptr()
-        strides = [stride * pool.item_bytes for stride in tensor.stride()]
-        page_strides = tuple(strides if pool.rows == "token" else strides[1:])
-    offset = layer_offset + place.offset_bytes
-    alignment = math.gcd(16, address, page_stride, offset)
-    for run in runs:
-        alignment = math.gcd(alignment, run.offset_bytes, run.length_bytes)
-        if run.count > 1:
-            alignment = math.gcd(alignment, run.pitch_bytes)
-    buffer = Buffer(
-        pool, layer_id, offset, tensor, address, page_stride, num_pages, runs, alignment,
-        page_strides, place.strides_bytes,
-    )  # fmt: skip
-    if object_order == "pool":
-        return buffer
-    segments = strided_segments(buffer)
-    return replace(buffer, alignment_bytes=min(segment.alignment_bytes for segment in segments))
-
-
-def _one_device(buffers: Mapping[str, tuple[Buffer, ...]]) -> torch.device:
-    device: torch.device | None = None
-    for buffer in (buffer for row in buffers.values() for buffer in row):
-        assert buffer.tensor is not None
-        device = device or buffer.tensor.device
-        if buffer.tensor.device != device:
-            raise LayoutError(
-                f"pool {buffer.pool.name!r} layer {buffer.layer_id}: tensor is on "
-                f"{buffer.tensor.device}, wanted {device} as the others"
-            )
-    assert device is not None
-    return device
-
-
-def _no_shared_memory(buffers: Mapping[str, tuple[Buffer, ...]]) -> None:
-    # Interleaved views share an allocation, not bytes: only an equal first byte is surely a fault.
-    seen: dict[int, Buffer] = {}
-    for buffer in (buffer for row in buffers.values() for buffer in row):
-        other = seen.setdefault(buffer.address, buffer)
-        if other is not buffer:
-            raise LayoutError(
-                f"pool {buffer.pool.name!r} layer {buffer.layer_id}: begins at the same address as "
-                f"pool {other.pool.name!r} layer {other.layer_id}; describe shared memory once"
-            )
 
 
 def _fingerprint(

@@ -14,7 +14,8 @@ from kvferry.nests import Dimension, nested_segments
 from kvferry.segments import Segment
 
 if TYPE_CHECKING:
-    from kvferry.layout import Buffer, Pool
+    from kvferry.buffers import Buffer
+    from kvferry.pools import Pool
 
 ORDERS = ("pool", "canonical")
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 
 from kvferry.cyclic import pages_per_page
 from kvferry.errors import LayoutError
-from kvferry.layout import CacheLayout, ModelIdentity, Pool
+from kvferry.identity import ModelIdentity
+from kvferry.layout import CacheLayout
 from kvferry.object_order import rest_dims
+from kvferry.pools import Pool
 from kvferry.segments import Segment
 from kvferry.slices import Slice, deal_of, segments_of, slices_of
 

@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from kvferry.buffers import Buffer
 from kvferry.cyclic import Deal, Rows, common_rows
 from kvferry.errors import LayoutError
-from kvferry.layout import Buffer, CacheLayout, Pool
+from kvferry.layout import CacheLayout
 from kvferry.nests import Dimension, nested_segments
 from kvferry.object_order import first_element, rest_dims
+from kvferry.pools import Pool
 from kvferry.segments import Segment
 from kvferry.sharding import held_by, pieces, starts
 

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from kvferry.buffers import Buffer
 from kvferry.errors import ArgumentError
-from kvferry.layout import Buffer, CacheLayout, Pool, dtype_named
+from kvferry.layout import CacheLayout
+from kvferry.pools import Pool, dtype_named
 
 POISON = 0xA5
 """What `make_tensors` fills pools with, so that a byte nobody wrote shows."""

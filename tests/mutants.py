@@ -1,0 +1,222 @@
+"""Deliberate faults in the library, each of which the suite must catch: `make mutants`.
+
+Each fault is a replacement of text in one file, applied to a copy of the tree, and the tests that
+should notice it are run there. Prints a line per fault and `n of n`; exit status 1 if one survives.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("src", "kernels", "linker", "tuning", "tests", "benchmarks", "docs", "pyproject.toml",
+          "README.md", "CONTRIBUTING.md", "Makefile")  # fmt: skip
+LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: what it is, where, which text becomes which, and the tests that should notice."""
+
+    what: str
+    path: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant(
+        "a tile's page id is that of the first page",
+        "kernels/tiles.py",
+        "page_id = load_page_id(ids_address.to(tl.int64), page, True, ID_BYTES)",
+        "page_id = load_page_id(ids_address.to(tl.int64), page * 0, True, ID_BYTES)",
+        "tests/test_pack.py",
+    ),
+    Mutant(
+        "the last 16 bytes of a tile are not moved",
+        "kernels/tiles.py",
+        "mask = word < tl.multiple_of((num_bytes >> 3).to(tl.int32), 2)\n        if MOVE == 0:",
+        "mask = word < tl.multiple_of((num_bytes >> 3).to(tl.int32), 2) - 2\n        if MOVE == 0:",
+        "tests/test_pack.py",
+    ),
+    Mutant(
+        "an id outside the pools is not stopped",
+        "kernels/tiles.py",
+        "inside = (page_id >= 0) & (page_id < num_pool_pages)",
+        "inside = page_id >= 0",
+        "tests/test_pack.py",
+    ),
+    Mutant(
+        "parts of a short run lie at the object's pitch in the pool",
+        "kernels/units.py",
+        "+ part.to(tl.int64) * tl.load(row + 5)",
+        "+ part.to(tl.int64) * tl.load(row + 6)",
+        "tests/test_pack.py tests/test_field_layouts.py",
+    ),
+    Mutant(
+        "a tail that should be zeroed is kept",
+        "kernels/tiles.py",
+        "if TAIL == 1:",
+        "if TAIL == 3:",
+        "tests/test_tails.py",
+    ),
+    Mutant(
+        "a tail is one token too long in short runs",
+        "kernels/units.py",
+        "token_byte >= tail_tokens.to(tl.int64) * tl.load(row + 9)",
+        "token_byte > tail_tokens.to(tl.int64) * tl.load(row + 9)",
+        "tests/test_tails.py",
+    ),
+    Mutant(
+        "tiles lose what does not divide evenly",
+        "kernels/tables.py",
+        "num_tiles = -(-segment.part_bytes // tile_bytes)",
+        "num_tiles = segment.part_bytes // tile_bytes or 1",
+        "tests/test_tables.py tests/test_pack.py",
+    ),
+    Mutant(
+        "an aligned hint is given to unaligned objects",
+        "kernels/tables.py",
+        "width = math.gcd(segment.alignment_bytes, object_align_bytes)",
+        "width = segment.alignment_bytes",
+        "tests/test_pack.py",
+    ),
+    Mutant(
+        "the checksum forgets where a word stands",
+        "kernels/device.py",
+        "weight = ((position >> 2) * 2 + 1).to(tl.uint32)",
+        "weight = (position * 0 + 1).to(tl.uint32)",
+        "tests/test_checksum.py",
+    ),
+    Mutant(
+        "the reference's checksum weighs rows alike",
+        "kernels/checksum.py",
+        "sums += (rows * (2 * starts)).sum(1)",
+        "sums += (rows * (2 * starts[:1])).sum(1)",
+        "tests/test_checksum.py",
+    ),
+    Mutant(
+        "a page's stride is taken for its size",
+        "src/kvferry/buffers.py",
+        "page_stride = strides[0] * rows_per_page",
+        "page_stride = pool.page_bytes",
+        "tests/test_field_layouts.py tests/test_layout.py",
+    ),
+    Mutant(
+        "the order of a page's dimensions is left out of the fingerprint",
+        "src/kvferry/layout.py",
+        "pool.order,",
+        "(),",
+        "tests/test_layout.py tests/test_field_layouts.py",
+    ),
+    Mutant(
+        "overlapping elements are let through",
+        "src/kvferry/runs.py",
+        "if level.stride < extent:",
+        "if level.stride < 0:",
+        "tests/test_runs.py tests/test_layout.py",
+    ),
+    Mutant(
+        "the pools of a layer lie over each other in the object",
+        "src/kvferry/object_order.py",
+        "starts = _running([pool.page_bytes for pool in pools])",
+        "starts = _running([0 for pool in pools])",
+        "tests/test_layout.py tests/test_pack.py",
+    ),
+    Mutant(
+        "a reader takes the heads of another rank",
+        "src/kvferry/sharding.py",
+        "return pieces(local, total, tp_size)[rank * total // (local * tp_size)]",
+        "return pieces(local, total, tp_size)[rank % (total // local)]",
+        "tests/test_reshard.py",
+    ),
+    Mutant(
+        "a trailer's key is not compared",
+        "src/kvferry/trailer.py",
+        "return blake2b(key.encode(), digest_size=16).digest()",
+        "return bytes(16)",
+        "tests/test_integrity.py",
+    ),
+    Mutant(
+        "a trailer's fingerprint is not written",
+        "src/kvferry/trailer.py",
+        'trailers["fingerprint"] = np.void(bytes.fromhex(fingerprint))',
+        'trailers["fingerprint"] = np.void(bytes(16))',
+        "tests/test_integrity.py",
+    ),
+    Mutant(
+        "a load unpacks before it verifies",
+        "linker/mover.py",
+        "self._get(transfer, staged[-1])\n                self._launch(transfer, staged[-1])",
+        "self._launch(transfer, staged[-1])\n                self._get(transfer, staged[-1])",
+        "tests/test_integrity.py tests/test_linker.py",
+    ),
+    Mutant(
+        "a window of too few pages is enough",
+        "src/kvferry/restore.py",
+        "good &= (ends - last_gap) >= needed",
+        "good &= (ends - last_gap) >= needed - 1",
+        "tests/test_restore.py",
+    ),
+)
+
+
+def run(mutant: Mutant, folder: Path) -> bool:
+    """Whether the suite notices the fault."""
+    path = folder / mutant.path
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutant.old) < 1:
+        raise SystemExit(f"{mutant.what}: {mutant.path} no longer holds {mutant.old!r}")
+    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+             *mutant.tests.split()],
+            cwd=folder, env={**os.environ, "PYTHONPATH": str(folder / "src"),
+                 "KVFERRY_HYPOTHESIS": "mutants"},
+            capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return True  # it hangs: noticed
+    finally:
+        path.write_text(text, encoding="utf-8")
+    # 1: a test failed. A crash of the interpreter (a negative status) is noticed too; a usage or
+    # collection error is a fault of this list.
+    if done.returncode in (2, 3, 4, 5):
+        raise SystemExit(f"{mutant.what}: the tests did not run:\n{done.stdout[-2000:]}")
+    return done.returncode != 0
+
+
+def main() -> int:
+    """Apply each fault in turn."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-mutants-") as name:
+        folder = Path(name)
+        for item in COPIED:
+            source = ROOT / item
+            if source.is_dir():
+                shutil.copytree(
+                    source, folder / item, symlinks=True,
+                    ignore=shutil.ignore_patterns("__pycache__"),
+                )  # fmt: skip
+            else:
+                shutil.copy(source, folder / item)
+        caught = 0
+        for mutant in MUTANTS:
+            begin = time.monotonic()
+            noticed = run(mutant, folder)
+            caught += noticed
+            verdict = "caught  " if noticed else "SURVIVED"
+            print(f"{verdict} {time.monotonic() - begin:5.1f} s  {mutant.path}: {mutant.what}")
+            sys.stdout.flush()
+    print(f"{caught} of {len(MUTANTS)}")
+    return 0 if caught == len(MUTANTS) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

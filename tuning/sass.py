@@ -1,0 +1,87 @@
+"""Machine code of a compiled kernel, read with the tools that come with Triton: no GPU needed."""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import triton
+
+_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)")
+_REGISTERS = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_TOOL_LIMIT_S = 60
+
+
+@dataclass(frozen=True)
+class Sass:
+    """What one kernel's machine code holds.
+
+    Attributes:
+        instructions: in all, without the padding at the end.
+        registers: per thread.
+        spill_bytes: stack and local memory per thread.
+        spills: instructions that use local memory.
+        shared_bytes: static shared memory per program.
+        loads, stores: width in bytes to number of such accesses to global memory, per thread.
+    """
+
+    instructions: int
+    registers: int
+    spill_bytes: int
+    spills: int
+    shared_bytes: int
+    loads: dict[int, int] = field(default_factory=dict)
+    stores: dict[int, int] = field(default_factory=dict)
+
+
+def read_sass(cubin: bytes) -> Sass:
+    """Read a cubin.
+
+    Raises:
+        RuntimeError: the tool failed, or found no instruction: it is too old for the architecture.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = _tool("-sass", file.name)
+        usage = _REGISTERS.search(_tool("-res-usage", file.name))
+    names = [match.group(1) for match in map(_INSTRUCTION.search, text.splitlines()) if match]
+    while names and names[-1] == "NOP":
+        names.pop()
+    if names and names[-1] == "BRA":  # to itself, behind the end
+        names.pop()
+    if not names or usage is None:
+        raise RuntimeError("cuobjdump printed no instructions: its version knows not this GPU")
+    registers, stack, shared, local = (int(number) for number in usage.groups())
+    widths: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter()}
+    for name in names:
+        if name[:3] in widths:
+            widths[name[:3]][_width(name)] += 1
+    return Sass(
+        len(names),
+        registers,
+        stack + local,
+        sum(name.startswith(("LDL", "STL")) for name in names),
+        shared,
+        dict(widths["LDG"]),
+        dict(widths["STG"]),
+    )
+
+
+def _tool(option: str, path: str) -> str:
+    done = subprocess.run(
+        [_BIN / "cuobjdump", option, path], capture_output=True, text=True, timeout=_TOOL_LIMIT_S
+    )
+    if done.returncode:
+        raise RuntimeError(f"cuobjdump {option} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _width(name: str) -> int:
+    """Bytes of an access, by the parts of its name: `LDG.E.128` moves 16, without a number 4."""
+    parts = name.split(".")[1:]
+    known = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+    return next((known[part] for part in parts if part in known), 4)
