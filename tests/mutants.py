@@ -175,22 +175,33 @@ def run(mutant: Mutant, folder: Path) -> bool:
         raise SystemExit(f"{mutant.what}: {mutant.path} no longer holds {mutant.old!r}")
     path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
-             *mutant.tests.split()],
-            cwd=folder, env={**os.environ, "PYTHONPATH": str(folder / "src"),
-                 "KVFERRY_HYPOTHESIS": "mutants"},
-            capture_output=True, text=True, timeout=LIMIT_S,
-        )  # fmt: skip
+        status, output = run_tests(folder, mutant.tests.split())
     except subprocess.TimeoutExpired:
         return True  # it hangs: noticed
     finally:
         path.write_text(text, encoding="utf-8")
     # 1: a test failed. A crash of the interpreter (a negative status) is noticed too; a usage or
     # collection error is a fault of this list.
-    if done.returncode in (2, 3, 4, 5):
-        raise SystemExit(f"{mutant.what}: the tests did not run:\n{done.stdout[-2000:]}")
-    return done.returncode != 0
+    if status in (2, 3, 4, 5):
+        raise SystemExit(f"{mutant.what}: the tests did not run:\n{output}")
+    return status != 0
+
+
+def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
+    """Run tests in the copy; return pytest's exit status and the end of its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(folder / "src"),
+            "KVFERRY_HYPOTHESIS": "mutants",
+        },
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    return done.returncode, done.stdout[-2000:]
 
 
 def main() -> int:
@@ -206,6 +217,11 @@ def main() -> int:
                 )  # fmt: skip
             else:
                 shutil.copy(source, folder / item)
+        every = sorted({test for mutant in MUTANTS for test in mutant.tests.split()})
+        status, output = run_tests(folder, every)
+        if status:
+            raise SystemExit(f"the tests fail without any fault:\n{output}")
+        print(f"without a fault, {len(every)} files of tests pass")
         caught = 0
         for mutant in MUTANTS:
             begin = time.monotonic()

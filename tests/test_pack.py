@@ -266,10 +266,7 @@ def test_any_layout_by_the_reference(layout: CacheLayout, data: st.DataObject) -
 
 @pytest.mark.interpreter
 @pytest.mark.skipif(torch.cuda.is_available(), reason="random layouts are built on the CPU")
-@settings(
-    max_examples=max(20, settings().max_examples // 10),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(bound_layouts(), st.data())
 def test_any_layout_by_the_kernels(layout: CacheLayout, data: st.DataObject) -> None:
     check_any_layout(layout, "triton", data)
