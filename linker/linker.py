@@ -110,6 +110,7 @@ class Linker:
         self._store = store
         self._staging = staging
         self._existence = ExistenceCache(self.config.lookup_ttl_s, self.config.miss_ttl_s)
+        self._can_be_cut = False  # not known yet
         self._closing = threading.Event()
         self._accepting = threading.Lock()
         staging.register(store)
@@ -190,9 +191,7 @@ class Linker:
                 f"tail_tokens is {tail_tokens}, wanted 0 .. {self.layout.page_size}"
             )
         if tail_tokens is not None and tail_tokens < self.layout.page_size:
-            for space in self.layout.spaces:
-                if space != "state":
-                    self.layout.segments(space, by_token=True)  # refuse now what can't be cut
+            self._check_cut()
             return self._enqueue("load", keys, page_ids, (tail_tokens, tail))
         return self._enqueue("load", keys, page_ids)
 
@@ -258,6 +257,14 @@ class Linker:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _check_cut(self) -> None:
+        """Refuse, once and for all, layouts whose pages cannot be cut by tokens."""
+        if not self._can_be_cut:
+            for space in self.layout.spaces:
+                if space != "state":
+                    self.layout.segments(space, by_token=True)
+            self._can_be_cut = True
 
     def _enqueue(
         self,
