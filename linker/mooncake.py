@@ -100,19 +100,26 @@ class MooncakeStore:
         return found
 
     def put(
-        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
+        self,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        absent: bool = False,
     ) -> list[ObjectResult]:
         """Write whole objects.
 
-        Two lookups, before and after, cost 0.1 to 0.2 ms each for up to 64 keys: Mooncake's own 0
-        says neither that these bytes were stored nor that any can be read. A key that another
-        writer stored in between the two counts as STORED. An object that was written and evicted
-        again before the second is FAILED with `OBJECT_NOT_FOUND`.
+        Two lookups, before (unless `absent`) and after, cost 0.1 to 0.2 ms each for up to 64 keys:
+        Mooncake's own 0 says neither that these bytes were stored nor that any can be read. A key
+        that another writer stored in between the two counts as STORED. An object that was written
+        and evicted again before the second is FAILED with `OBJECT_NOT_FOUND`.
         """
         self._check(keys, addresses, sizes)
         results: list[ObjectResult] = []
         for part in split(sizes, self._config.max_call_bytes, self._config.max_call_objects):
-            results += put_objects(self._calls, keys[part], addresses[part], sizes[part])
+            results += put_objects(
+                self._calls, keys[part], addresses[part], sizes[part], absent=absent
+            )
         return results
 
     def get(

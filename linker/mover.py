@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import nvtx
 import torch
@@ -128,7 +129,8 @@ class Mover:
             self._seal.write(item.part, item.span, item.sums)
             transfer.timings.seal_us += _us_since(begin)
         begin = time.perf_counter()
-        results = self._twice(self._store.put, item, (Outcome.NO_SPACE, Outcome.FAILED))
+        put = partial(self._store.put, absent=True)  # `_save` has just asked
+        results = self._twice(put, item, (Outcome.NO_SPACE, Outcome.FAILED))
         transfer.timings.wire_us += _us_since(begin)
         progress, stored = transfer.progress, []
         for key, result in zip(item.part.keys, results, strict=True):

@@ -15,24 +15,29 @@ _EXPIRED = ObjectResult(Outcome.LEASE_EXPIRED, codes.code_name(codes.LEASE_EXPIR
 
 
 def put_objects(
-    calls: Calls, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
+    calls: Calls,
+    keys: Sequence[str],
+    addresses: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    absent: bool = False,
 ) -> list[ObjectResult]:
     """Write objects in one call, between two lookups; see `MooncakeStore.put`."""
-    there = calls.exists(keys)
-    absent = [index for index, is_there in enumerate(there) if not is_there]
+    there = [False] * len(keys) if absent else calls.exists(keys)
+    writing = [index for index, is_there in enumerate(there) if not is_there]
     answers = calls.put(
-        [keys[index] for index in absent],
-        [addresses[index] for index in absent],
-        [sizes[index] for index in absent],
+        [keys[index] for index in writing],
+        [addresses[index] for index in writing],
+        [sizes[index] for index in writing],
     )
     accepted = [
         index
-        for index, code in zip(absent, answers, strict=True)
+        for index, code in zip(writing, answers, strict=True)
         if code in (0, codes.OBJECT_ALREADY_EXISTS)
     ]
     readable = calls.exists([keys[index] for index in accepted])
     results = [_EXISTS] * len(keys)
-    for index, code in zip(absent, answers, strict=True):
+    for index, code in zip(writing, answers, strict=True):
         if code != 0:
             results[index] = codes.failure(code)
     for index, is_readable in zip(accepted, readable, strict=True):

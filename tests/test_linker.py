@@ -52,10 +52,10 @@ class Faulty:
         if name not in ("exists", "put", "get"):
             return real
 
-        def call(keys: Sequence[str], *rest: Any) -> Any:
+        def call(keys: Sequence[str], *rest: Any, **options: Any) -> Any:
             self.calls.append((name, len(keys)))
             answer = self.before[name](keys, *rest) if name in self.before else None
-            return real(keys, *rest) if answer is None else answer
+            return real(keys, *rest, **options) if answer is None else answer
 
         return call
 

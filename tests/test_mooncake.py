@@ -74,6 +74,18 @@ def test_put_get_exists_remove(mooncake_store, make_memory, unique):
 
 
 @pytest.mark.mooncake
+def test_a_put_of_what_is_said_to_be_absent_saves_a_lookup(mooncake_store, make_memory, unique):
+    store, memory = mooncake_store, make_memory(mooncake_store, 2 * MIB)
+    memory.fill(2)
+    first, key = memory.bytes[:MIB].copy(), unique("key")
+    put = (store.put([key], [memory.address(0)], [MIB], absent=True),
+           store.put([key], [memory.address(MIB)], [MIB], absent=True))  # fmt: skip
+    assert outcomes([*put[0], *put[1]]) == [Outcome.STORED] * 2  # readable, whoever wrote it
+    assert outcomes(store.get([key], [memory.address(MIB)], [MIB])) == [Outcome.FETCHED]
+    np.testing.assert_array_equal(memory.bytes[MIB:], first)
+
+
+@pytest.mark.mooncake
 def test_existing_object_keeps_its_bytes(mooncake_store, make_memory, unique):
     store, memory = mooncake_store, make_memory(mooncake_store, 3 * KIB)
     memory.bytes[:KIB], memory.bytes[KIB : 2 * KIB] = 1, 2
