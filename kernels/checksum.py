@@ -1,14 +1,17 @@
-"""The checksum of an object: what the kernels compute in their own pass, and the same in numpy.
+"""The checksum of a layer in an object: what the kernels compute in their own pass, and in numpy.
 
 The sum over all little-endian 32-bit words w_i of the object's payload of w_i x (2 i + 1), modulo
-2**64; a last word of fewer bytes is filled up with zeros. Words may be summed in any order, and so
-may tiles and layers. Within an object of under 2 GiB it tells every change of a single bit, byte or
-word and every exchange of two bytes or words for sure: a difference of under 2**32, times one of
+2**64, of which a layer's checksum is the part that its own bytes make, others counted as zeros.
+Words may be summed in any order, so tiles can be too, and any group of layers can be verified as
+soon as it has arrived. Within an object of under 2 GiB it tells every change of a single bit, byte
+or word and every exchange of two bytes or words for sure: a difference of under 2**32, times one of
 weights of under 2**31, is no multiple of 2**64. Other changes go unseen with a chance of some
 2**-64. It is no protection against forgery.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,20 +30,28 @@ _ROW_WORDS = 1024
 
 
 class ObjectSums:
-    """Computes checksums of objects by reading them, without any layout. Safe from any thread.
+    """Computes the layers' checksums by reading objects, without any pools. Safe from any thread.
 
     Attributes:
-        object_bytes: payload of each object.
+        layer_offsets: as in `CacheLayout`: where each layer begins in an object, and the end.
         device: where the objects are read.
     """
 
     def __init__(
-        self, object_bytes: int, device: torch.device, config: LaunchConfig = DEFAULT_LAUNCH
+        self,
+        layer_offsets: Sequence[int],
+        device: torch.device,
+        config: LaunchConfig = DEFAULT_LAUNCH,
     ) -> None:
-        self.object_bytes = object_bytes
+        self.layer_offsets = tuple(layer_offsets)
         self.device = device
         self._config = config
         self._tables: dict[int, Tables] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers an object has, with or without bytes."""
+        return len(self.layer_offsets) - 1
 
     def add(
         self,
@@ -51,34 +62,39 @@ class ObjectSums:
         *,
         backend: str = "auto",
     ) -> None:
-        """Add the checksum of each object to `sums`; ordered on the current stream.
+        """Add the checksum of each layer of each object to `sums`; ordered on the current stream.
 
         Args:
             objects: contiguous uint8, objects at multiples of `stride_bytes`; on the device, or
                 pinned host memory where that is a GPU.
             num_objects: how many.
             stride_bytes: from one to the next.
-            sums: contiguous int64 `[num_objects]` on the device.
+            sums: contiguous int64 `[num_objects, num_layers]` on the device.
             backend: as in `Packer.pack`.
 
         Raises:
             ArgumentError: `objects` are too short for so many.
         """
-        needed = (num_objects - 1) * stride_bytes + self.object_bytes if num_objects else 0
+        end = self.layer_offsets[-1]
+        needed = (num_objects - 1) * stride_bytes + end if num_objects else 0
         if objects.numel() < needed:
             raise ArgumentError(f"objects have {objects.numel()} bytes, wanted at least {needed}")
         if not num_objects:
             return
         on_cpu = self.device.type == "cpu"
+        ranges = ((0, self.num_layers),)
         if backend == "reference" or (backend == "auto" and on_cpu):
-            sums += checksums_reference(objects, num_objects, self.object_bytes, stride_bytes)
+            layer_sums_reference(
+                objects, num_objects, self.layer_offsets, ranges, stride_bytes, 0, sums
+            )
             return
         if on_cpu and not is_interpreted(_move_tiles_kernel):
             raise ArgumentError("backend is 'triton' on a CPU: set TRITON_INTERPRET=1 beforehand")
         address = objects.data_ptr()
         move = Move(
-            0, 8, num_objects, 1, address, stride_bytes, ((0, 1),), SUM_ONLY, sums.data_ptr()
-        )
+            0, 8, num_objects, 1, address, stride_bytes, ranges, SUM_ONLY, sums.data_ptr(),
+            self.num_layers,
+        )  # fmt: skip
         align = math.gcd(16, address, stride_bytes)
         for launch in launches_of(self._tables_for(align), move, self._config):
             launch.start(self.device)
@@ -86,17 +102,46 @@ class ObjectSums:
     def _tables_for(self, align: int) -> Tables:
         tables = self._tables.get(align)
         if tables is None:
-            # All that is aligned goes by the wide path, only the rest by a narrow one.
-            wide = self.object_bytes // 16 * 16
-            parts = [(0, wide), (wide, self.object_bytes - wide)]
-            segments = [
-                Segment(0, None, 0, 0, 0, offset, num_bytes, 1, num_bytes, num_bytes)
-                for offset, num_bytes in parts
-                if num_bytes
-            ]
-            tables = build_tables(segments, 1, self.device, align, self._config)
+            segments = []
+            for layer_id, (start, end) in enumerate(itertools.pairwise(self.layer_offsets)):
+                # All that is aligned goes by the wide path, only the rest by a narrow one.
+                middle = start + (end - start) // 16 * 16
+                segments += [
+                    Segment(layer_id, None, 0, 0, 0, first, last - first, 1, last - first,
+                            last - first)
+                    for first, last in ((start, middle), (middle, end))
+                    if last > first
+                ]  # fmt: skip
+            tables = build_tables(segments, self.num_layers, self.device, align, self._config)
             self._tables[align] = tables
         return tables
+
+
+def layer_sums_reference(
+    objects: torch.Tensor,
+    num_objects: int,
+    layer_offsets: Sequence[int],
+    ranges: Sequence[tuple[int, int]],
+    stride_bytes: int,
+    origin_bytes: int,
+    sums: torch.Tensor,
+) -> None:
+    """Do in numpy what the kernels do: add each layer's checksum in each object to `sums`.
+
+    Args:
+        objects: uint8; `objects[0]` stands at `origin_bytes` of object 0.
+        num_objects: how many.
+        layer_offsets: as in `CacheLayout`.
+        ranges: `[first, end)` ranges of the layers that are there.
+        stride_bytes: from one object to the next.
+        origin_bytes: see `objects`.
+        sums: int64 `[num_objects, num_layers]`.
+    """
+    for layer_id in (layer_id for first, end in ranges for layer_id in range(first, end)):
+        start, end = layer_offsets[layer_id : layer_id + 2]
+        sums[:, layer_id] += checksums_reference(
+            objects[start - origin_bytes :], num_objects, end - start, stride_bytes, position=start
+        )
 
 
 def checksums_reference(

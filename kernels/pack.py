@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.errors import ArgumentError
-from kvferry.kernels.checksum import checksums_reference
+from kvferry.kernels.checksum import layer_sums_reference
 from kvferry.kernels.device import KEEP_TAIL, PACK, UNPACK, WHOLE, ZERO_TAIL
 from kvferry.kernels.handles import Launch, is_interpreted
 from kvferry.kernels.launches import launches_of
@@ -104,8 +104,8 @@ class Packer:
             layers: ascending layer ids to move; all by default.
             origin_bytes: offset in the object at which `objects[0]` stands: 0 for whole objects;
                 for memory that holds one layer group of each, the group's first offset.
-            sums: contiguous int64 `[num_pages]` on the pools' device. What these layers contribute
-                to each object's checksum (see `checksum`) is added to it, in the same pass.
+            sums: contiguous int64 `[num_pages, num_layers]` on the pools' device. The checksum of
+                every layer that is moved (see `checksum`) is added to it, in the same pass.
             backend: `auto` (kernels on a GPU, plain torch on a CPU), `triton` (kernels; on a CPU
                 in Triton's interpreter), or `reference` (plain torch).
 
@@ -192,6 +192,7 @@ class Packer:
             ranges,
             kind,
             0 if sums is None else sums.data_ptr(),
+            self.layout.num_layers,
             tail,
             tail_tokens,
         )
@@ -209,7 +210,7 @@ class Packer:
         self._check_objects(objects, len(ids), stride, ranges, origin)
         if where.sums is not None and self._own_segments:
             raise ArgumentError("sums are given, but segments that read parts have no checksum")
-        _check_sums(where.sums, len(ids), self.device)
+        _check_sums(where.sums, (len(ids), self.layout.num_layers), self.device)
         segments = self._segments_for(tail != WHOLE)
         if not len(ids) or not ranges:
             return
@@ -228,15 +229,7 @@ class Packer:
             unpack_reference(views, ids.on_device, objects, stride, origin, tail, tokens)
         if where.sums is not None:
             offsets = self._objects_of.layer_offsets[self.space]
-            for first, end in ranges:
-                piece = checksums_reference(
-                    objects[offsets[first] - origin :],
-                    len(ids),
-                    offsets[end] - offsets[first],
-                    stride,
-                    position=offsets[first],
-                )
-                where.sums.add_(piece)
+            layer_sums_reference(objects, len(ids), offsets, ranges, stride, origin, where.sums)
 
     def _use_kernels(self, backend: str, objects: torch.Tensor) -> bool:
         if backend not in BACKENDS:
@@ -354,12 +347,12 @@ class _Where:
     sums: torch.Tensor | None
 
 
-def _check_sums(sums: torch.Tensor | None, num_pages: int, device: torch.device) -> None:
+def _check_sums(sums: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
     if sums is None:
         return
-    if sums.dtype != torch.int64 or sums.shape != (num_pages,) or not sums.is_contiguous():
+    if sums.dtype != torch.int64 or tuple(sums.shape) != shape or not sums.is_contiguous():
         raise ArgumentError(
-            f"sums are {sums.dtype} {list(sums.shape)}, wanted contiguous int64 [{num_pages}]"
+            f"sums are {sums.dtype} {list(sums.shape)}, wanted contiguous int64 {list(shape)}"
         )
     if sums.device != device:
         raise ArgumentError(f"sums are on {sums.device}, wanted {device}, as the pools")

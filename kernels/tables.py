@@ -14,8 +14,8 @@ import torch
 from kvferry.launch import LaunchConfig
 from kvferry.segments import Segment
 
-TILE_COLUMNS = 6
-UNIT_COLUMNS = 12
+TILE_COLUMNS = 7
+UNIT_COLUMNS = 13
 _UNCUT = -(1 << 40)  # where its tokens' bytes begin, if a segment is not cut: before any token
 _TILE_ALIGN_BYTES = 128  # a cache line: two tiles of a run never share one
 
@@ -59,8 +59,9 @@ class Move:
         stride_bytes: from one object to the next.
         layer_ranges: `[first, end)` ranges of layer ids, ascending.
         kind: PACK, UNPACK or SUM_ONLY, see `device`.
-        sums_address: address of `[num_pages]` int64 that the objects' checksums are added to; 0 if
+        sums_address: address of `[num_pages, num_layers]` int64 that checksums are added to; 0 if
             none are wanted.
+        num_layers: of the layout.
         tail: WHOLE, ZERO_TAIL or KEEP_TAIL, see `device`.
         tail_tokens: tokens of the last page that are moved, unless it is WHOLE.
     """
@@ -74,6 +75,7 @@ class Move:
     layer_ranges: tuple[tuple[int, int], ...]
     kind: int
     sums_address: int = 0
+    num_layers: int = 0
     tail: int = 0
     tail_tokens: int = 0
 
@@ -87,12 +89,12 @@ class Move:
 class Tables:
     """All that one index space needs: `tiles` for the page kernel, `units` for the short runs.
 
-    `tiles` rows: address at page 0, page stride, offset in the object, bytes, a token's bytes, and
-    how far into its tokens' bytes the tile begins.
+    `tiles` rows: address at page 0, page stride, offset in the object, bytes, a token's bytes, how
+    far into its tokens' bytes the tile begins, and the layer.
     `units` rows, one per segment: address at page 0, page stride, offset in the object, units in
     one part, units in a page, pitch in the pool, pitch in the object, the multipliers of the
-    divisions by the two numbers of units (see `divisor`), a token's bytes, and how the tokens'
-    bytes advance by part, and where they begin (see `Segment`).
+    divisions by the two numbers of units (see `divisor`), a token's bytes, how the tokens' bytes
+    advance by part, where they begin (see `Segment`), and the layer.
     """
 
     tiles: Table | None
@@ -205,6 +207,7 @@ def _tile_rows(segment: Segment, tile_bytes: int) -> list[tuple[int, ...]]:
                     segment.token_bytes,
                     # Not cut by tokens: 0 bytes per token, less this, are all of its bytes.
                     token_start if segment.token_bytes else -num_bytes,
+                    segment.layer_id,
                 )
             )
     return rows
@@ -225,4 +228,5 @@ def _unit_row(segment: Segment, width: int) -> tuple[int, ...]:
         segment.token_bytes,
         segment.token_part_bytes,
         segment.token_start_bytes if segment.token_bytes else _UNCUT,
+        segment.layer_id,
     )

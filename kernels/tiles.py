@@ -18,18 +18,19 @@ MAX_PROGRAMS = 2**31 - 1
 """Grid limit along the first axis."""
 
 _TILE_ARGUMENTS = (
-    "rows_address", "ids_address", "object_address", "object_stride", "sums_address", "num_pages",
-    "page_divisor", "num_pool_pages", "tail_tokens",
+    "rows_address", "ids_address", "object_address", "object_stride", "sums_address", "num_layers",
+    "num_pages", "page_divisor", "num_pool_pages", "tail_tokens",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_TILE_ARGUMENTS)
 def _move_tiles_kernel(
-    rows_address: tl.int64,  # [num_rows, 6] int64, see `Tables.tiles`
+    rows_address: tl.int64,  # [num_rows, 7] int64, see `Tables.tiles`
     ids_address: tl.int64,  # [num_pages] page ids of ID_BYTES each
     object_address: tl.int64,  # object 0, such that row offsets count from here
     object_stride: tl.int64,
-    sums_address: tl.int64,  # [num_pages] int64, added to; if SUM
+    sums_address: tl.int64,  # [num_pages, num_layers] int64, added to; if SUM
+    num_layers: tl.int64,
     num_pages: tl.int32,
     page_divisor: tl.int64,
     num_pool_pages: tl.int64,
@@ -43,7 +44,7 @@ def _move_tiles_kernel(
     program = tl.program_id(0)
     tile = divide(program, page_divisor.to(tl.int64))
     page = program - tile * num_pages
-    row = rows_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tile.to(tl.int64) * 6
+    row = rows_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tile.to(tl.int64) * 7
     object_offset = tl.load(row + 2)
     num_bytes = tl.load(row + 3)
     packed = object_address.to(tl.int64) + page.to(tl.int64) * object_stride + object_offset
@@ -84,7 +85,8 @@ def _move_tiles_kernel(
         position = object_offset + word.to(tl.int64) * 8
         total = tl.sum(checksum_terms(value, position, 8), axis=0)
         sums = sums_address.to(tl.int64).to(tl.pointer_type(tl.int64))
-        tl.atomic_add(sums + page, total, sem="relaxed")
+        cell = page.to(tl.int64) * num_layers + tl.load(row + 6)
+        tl.atomic_add(sums + cell, total, sem="relaxed")
 
 
 def tile_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[Launch]:
@@ -103,6 +105,7 @@ def tile_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[La
                     move.object_address,
                     move.stride_bytes,
                     move.sums_address,
+                    move.num_layers,
                     move.num_pages,
                     divisor(move.num_pages),
                     move.num_pool_pages,

@@ -21,18 +21,19 @@ FEW_PAGES_UNITS = 128
 """From so many units per page on, a program's pages are so few that it sums one after another."""
 
 _UNIT_ARGUMENTS = (
-    "rows_address", "ids_address", "object_address", "object_stride", "sums_address", "num_pages",
-    "num_pool_pages", "tail_page", "tail_tokens",
+    "rows_address", "ids_address", "object_address", "object_stride", "sums_address", "num_layers",
+    "num_pages", "num_pool_pages", "tail_page", "tail_tokens",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UNIT_ARGUMENTS)
 def _move_units_kernel(
-    rows_address: tl.int64,  # [num_rows, 12] int64, see `Tables.units`
+    rows_address: tl.int64,  # [num_rows, 13] int64, see `Tables.units`
     ids_address: tl.int64,  # [num_pages] page ids of ID_BYTES each
     object_address: tl.int64,  # object 0, such that row offsets count from here
     object_stride: tl.int64,
-    sums_address: tl.int64,  # [num_pages] int64, added to; if SUM
+    sums_address: tl.int64,  # [num_pages, num_layers] int64, added to; if SUM
+    num_layers: tl.int64,
     num_pages: tl.int32,
     num_pool_pages: tl.int64,
     tail_page: tl.int64,  # which page has the tail; if TAIL
@@ -46,7 +47,7 @@ def _move_units_kernel(
     FEW_PAGES: tl.constexpr,
 ):
     row = (
-        rows_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * 12
+        rows_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * 13
     )
     units_per_part = tl.load(row + 3).to(tl.int32)
     units_per_page = tl.load(row + 4).to(tl.int32)
@@ -120,7 +121,7 @@ def _move_units_kernel(
                 else:
                     tl.store(pool_units, value, mask=kept)
         if SUM:
-            sums = sums_address.to(tl.int64).to(tl.pointer_type(tl.int64))
+            sums = sums_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.load(row + 12)
             if UNIT_BYTES == 16:
                 terms = tl.sum(checksum_terms(value, position, 8), axis=1)
             else:
@@ -130,10 +131,11 @@ def _move_units_kernel(
                 last = divide(tl.minimum(first + UNITS, num_units) - 1, tl.load(row + 8))
                 while current <= last:
                     total = tl.sum(tl.where(page == current, terms, 0), axis=0)
-                    tl.atomic_add(sums + current, total, sem="relaxed")
+                    tl.atomic_add(sums + current.to(tl.int64) * num_layers, total, sem="relaxed")
                     current += 1
             else:
-                tl.atomic_add(sums + page, terms, mask=unit < num_units, sem="relaxed")
+                cells = sums + page.to(tl.int64) * num_layers
+                tl.atomic_add(cells, terms, mask=unit < num_units, sem="relaxed")
 
 
 def unit_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[Launch]:
@@ -158,7 +160,8 @@ def unit_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[La
                         move.ids_address + page * move.id_bytes,
                         move.object_address + page * move.stride_bytes,
                         move.stride_bytes,
-                        move.sums_address + page * 8,
+                        move.sums_address + page * 8 * move.num_layers,
+                        move.num_layers,
                         num_pages,
                         move.num_pool_pages,
                         move.num_pages - 1 - page,

@@ -88,7 +88,7 @@ class SpacePlan:
 def stride_bytes(layout: CacheLayout, space: str, *, trailer: bool) -> int:
     """Return the distance of whole objects in staging, with or without trailers."""
     size = layout.object_bytes[space]
-    size = stored_bytes(size) if trailer else size
+    size = stored_bytes(size, layout.num_layers) if trailer else size
     return -(-size // OBJECT_ALIGN_BYTES) * OBJECT_ALIGN_BYTES
 
 
@@ -138,7 +138,7 @@ def plan_transfer(
                 scheme.object_keys(some, space),
                 host_page_ids(layout, space, row, unique=unique),
                 object_bytes,
-                stored_bytes(object_bytes) if trailer else object_bytes,
+                stored_bytes(object_bytes, layout.num_layers) if trailer else object_bytes,
                 stride_bytes(layout, space, trailer=trailer),
                 bool(len(present) and present[-1]),
             )

@@ -30,12 +30,13 @@ class Seal:
         self._lane = lane
         self._backend = backend
         self._sums: Mapping[str, ObjectSums] = {
-            space: ObjectSums(layout.object_bytes[space], layout.device) for space in layout.spaces
+            space: ObjectSums(layout.layer_offsets[space], layout.device) for space in layout.spaces
         }
 
     def zeros(self, part: SpacePlan) -> torch.Tensor:
-        """Return int64 `[num_pages]` zeros on the device, for a pack to add checksums to."""
-        return torch.zeros(len(part.keys), dtype=torch.int64, device=self._device)
+        """Return int64 `[num_pages, num_layers]` zeros on the device, to add checksums to."""
+        shape = (len(part.keys), self._sums[part.space].num_layers)
+        return torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     def write(self, part: SpacePlan, span: Span, sums: torch.Tensor) -> None:
         """Put trailers behind the payloads of a packed part; its pack has ended.

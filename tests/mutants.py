@@ -95,6 +95,13 @@ MUTANTS = (
         "tests/test_checksum.py",
     ),
     Mutant(
+        "checksums of all layers go to the first",
+        "kernels/tiles.py",
+        "cell = page.to(tl.int64) * num_layers + tl.load(row + 6)",
+        "cell = page.to(tl.int64) * num_layers",
+        "tests/test_checksum.py",
+    ),
+    Mutant(
         "the reference's checksum weighs rows alike",
         "kernels/checksum.py",
         "sums += (rows * (2 * starts)).sum(1)",

@@ -1,5 +1,6 @@
 """Checksums: kernels, reference and plain Python agree, and corruption shows."""
 
+import itertools
 import random
 
 import pytest
@@ -42,12 +43,18 @@ def test_sums_of_objects(object_bytes: int, backend: str, device: torch.device) 
     stride = object_bytes + 19
     memory = torch.randint(0, 256, (3 * stride + 1,), dtype=torch.uint8)
     wanted = [by_hand(memory[1 + i * stride :][:object_bytes].numpy().tobytes()) for i in range(3)]
-    sums = torch.tensor([5, 0, -7], device=device)
-    checker = ObjectSums(object_bytes, device, NARROW if object_bytes < 1000 else LaunchConfig())
+    cut = object_bytes // 3  # two layers of bytes around one without
+    starts = torch.tensor([[5, 0, 0], [0, 0, 0], [0, 0, -7]])
+    sums = starts.to(device, copy=True)
+    config = NARROW if object_bytes < 1000 else LaunchConfig()
+    checker = ObjectSums([0, cut, cut, object_bytes], device, config)
     checker.add(memory.to(device)[1:], 3, stride, sums, backend=backend)
-    signed = [(total - start + 2**63) % 2**64 - 2**63
-              for total, start in zip(sums.tolist(), [5, 0, -7], strict=True)]  # fmt: skip
-    assert signed == wanted
+    assert [signed(int(row.sum())) for row in sums.cpu() - starts] == wanted
+    assert sums[:, 1].tolist() == [0, 0, 0]
+
+
+def signed(total: int) -> int:
+    return (total + 2**63) % 2**64 - 2**63
 
 
 LAYOUT = {
@@ -77,12 +84,17 @@ def test_pack_and_unpack_sum_what_they_move(
     write_telling(layout, "full", pages, pages)
     packer = Packer(layout, "full", config)
     stride = -(-layout.object_bytes["full"] // 16) * 16
+    offsets = layout.layer_offsets["full"]
     wanted = [
-        by_hand(row.cpu().numpy().tobytes()) for row in object_bytes_of(layout, "full", pages)
+        [
+            by_hand(bytes(start) + row[start:end].cpu().numpy().tobytes())
+            for start, end in itertools.pairwise(offsets)
+        ]
+        for row in object_bytes_of(layout, "full", pages)
     ]
     objects = torch.zeros(5 * stride, dtype=torch.uint8, device=device)
     for move in (packer.pack, packer.unpack):
-        sums = torch.zeros(5, dtype=torch.int64, device=device)
+        sums = torch.zeros(5, 3, dtype=torch.int64, device=device)
         for layers in splits:
             move(pages, objects, stride_bytes=stride, layers=layers, sums=sums, backend=backend)
         assert sums.tolist() == wanted
@@ -148,11 +160,11 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
     packer = Packer(layout, "full")
     objects = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
     for sums, words in (
-        (torch.zeros(2, dtype=torch.int32), "torch.int32"),
-        (torch.zeros(3, dtype=torch.int64), "wanted contiguous int64"),
-        (torch.zeros(2, dtype=torch.int64, device="meta"), "sums are on meta"),
+        (torch.zeros(2, 3, dtype=torch.int32), "torch.int32"),
+        (torch.zeros(2, dtype=torch.int64), "wanted contiguous int64"),
+        (torch.zeros(2, 3, dtype=torch.int64, device="meta"), "sums are on meta"),
     ):
         with pytest.raises(ArgumentError, match=words):
             packer.pack([0, 1], objects, sums=sums)
     with pytest.raises(ArgumentError, match="objects have 10 bytes, wanted at least 16"):
-        ObjectSums(8, device).add(objects[:10], 2, 8, torch.zeros(2, dtype=torch.int64))
+        ObjectSums([0, 8], device).add(objects[:10], 2, 8, torch.zeros(2, 1, dtype=torch.int64))

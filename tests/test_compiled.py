@@ -53,7 +53,8 @@ def test_payload_moves_at_full_width(compiled: list[dict[str, Any]]) -> None:
 def test_nothing_spills(compiled: list[dict[str, Any]]) -> None:
     for row in cuda(compiled):
         assert row["sass"]["spills"] == row["sass"]["spill_bytes"] == 0, row
-        assert row["sass"]["registers"] <= 128, row
+        # Most are under 100; summing pages of a few units takes an address for each unit.
+        assert row["sass"]["registers"] <= 160, row
 
 
 def test_long_runs_take_few_instructions(compiled: list[dict[str, Any]]) -> None:
@@ -106,7 +107,7 @@ device = torch.device("cuda", 0)
 big = 1 << 45
 constants = (16384, 0, 8, 0, False)
 for count in range(1, 1001):
-    arguments = (big + count, big + 2 * count, big, 48 * count, big + 8 * count, count,
+    arguments = (big + count, big + 2 * count, big, 48 * count, big + 8 * count, count, count,
                  divisor(count), count, count % 64)
     handles.Launch(kernel, (count, 1), arguments, constants, 4).start(device)
 ours = calls[-1]
@@ -119,8 +120,8 @@ for _ in range(2000):
 print(json.dumps({
     "handles": len(handles._handles),
     "compiled": sum(len(cache[0]) for cache in kernel.device_caches.values()),
-    "ours": [*ours[:4], *ours[-14:]],
-    "theirs": [*theirs[:4], *theirs[-14:]],
+    "ours": [*ours[:4], *ours[-15:]],
+    "theirs": [*theirs[:4], *theirs[-15:]],
     "signature": handles._handles[next(iter(handles._handles))].src.signature,
     "launch_us": (time.perf_counter() - begin) / 2000 * 1e6,
 }))
@@ -134,5 +135,5 @@ def test_a_thousand_launches_compile_once_and_pass_what_triton_passes() -> None:
     assert found["ours"] == found["theirs"]
     assert found["ours"][:4] == [1000, 1, 1, 77]
     widths = [width for width in found["signature"].values() if width != "constexpr"]
-    assert widths == ["i64", "i64", "i64", "i64", "i64", "i32", "i64", "i64", "i64"]
+    assert widths == ["i64"] * 6 + ["i32"] + ["i64"] * 3
     assert found["launch_us"] < 100

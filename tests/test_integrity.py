@@ -21,22 +21,23 @@ from kvferry.testing import check_poison, check_telling, make_tensors, poison, w
 from kvferry.trailer import TRAILER_BYTES, find_faults, make_ends, stored_bytes
 
 _names = itertools.count()
-NO_SUMS = np.zeros(1, dtype=np.int64)
+NO_SUMS = np.zeros((1, 2), dtype=np.int64)
 
 
-def test_a_trailer_is_64_bytes_with_fixed_places() -> None:
-    ends = make_ends("00112233445566778899aabbccddeeff", 210, ["k"], np.array([-2]))
-    assert stored_bytes(210) == 224 + 64
-    assert ends.shape == (1, 14 + 64)
+def test_an_end_has_fixed_places() -> None:
+    ends = make_ends("00112233445566778899aabbccddeeff", 210, ["k"], np.array([[7, -2, 1]]))
+    assert stored_bytes(210, 3) == 224 + 32 + 64
+    assert ends.shape == (1, 14 + 32 + 64)
     raw = ends[0].tobytes()
     assert raw[:14] == bytes(14)
-    magic, version, length, size = struct.unpack_from("<8sIIQ", raw, 14)
+    assert struct.unpack_from("<qqqq", raw, 14) == (7, -2, 1, 0)
+    magic, version, length, size = struct.unpack_from("<8sIIQ", raw, 46)
     assert (magic, version, length, size) == (b"KVFERRY\0", 1, 64, 210)
-    assert raw[14 + 24 : 14 + 40].hex() == "00112233445566778899aabbccddeeff"
-    assert struct.unpack_from("<Q", raw, 14 + 56)[0] == 2**64 - 2
+    assert raw[46 + 24 : 46 + 40].hex() == "00112233445566778899aabbccddeeff"
+    assert struct.unpack_from("<Q", raw, 46 + 56)[0] == 6
 
 
-@pytest.mark.parametrize("byte", range(14 + 64))
+@pytest.mark.parametrize("byte", range(14 + 16 + 64))
 def test_no_byte_of_the_end_can_change_unseen(byte: int) -> None:
     fingerprint = "00" * 16
     ends = make_ends(fingerprint, 210, ["k"], NO_SUMS)
@@ -54,9 +55,9 @@ def test_each_fault_has_its_own_reason() -> None:
     assert reason() == ""
     assert "fingerprint cdcd" in reason(fingerprint="cd" * 16)
     assert reason(keys=["other"]) == "foreign: the object of another key"
-    assert reason(checksums=np.array([5])).startswith("corrupted: checksum 0x0000000000000005")
+    assert reason(checksums=np.array([[0, 5]])) == "corrupted: checksums of layers [1] differ"
     ends = make_ends("ab" * 16, 64, ["k"], NO_SUMS)
-    ends[0, 8] = 0
+    ends[0, 16 + 8] = 0
     (older,) = find_faults(ends, "ab" * 16, 64, ["k"], NO_SUMS).values()
     assert older == "other format: format version 0, wanted 1"
     ends[:] = 0
@@ -87,7 +88,7 @@ class Bed:
 
     def rewrite(self, key: str, change: Callable[[bytearray], bytearray | None]) -> None:
         """Replace a stored object by what `change` makes of its bytes."""
-        size = stored_bytes(self.layout.object_bytes["full"])
+        size = stored_bytes(self.layout.object_bytes["full"], self.layout.num_layers)
         address = self.scratch.address
         (got,) = self.store.get([key], [address], [size])
         assert got.outcome is Outcome.FETCHED
@@ -125,14 +126,15 @@ def flip(place: int) -> Callable[[bytearray], bytearray | None]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (flip(0), "corrupted: checksum"),
-        (flip(209), "corrupted: checksum"),
-        (flip(215), "corrupted"),
+        (flip(0), "corrupted: checksums of layers [0]"),
+        (flip(209), "corrupted: checksums of layers [1]"),
+        (flip(215), "corrupted: the checksums do not add up"),
+        (flip(224), "corrupted: checksums of layers [0]"),
         (flip(-TRAILER_BYTES), "foreign: no kvferry object"),
         (flip(-TRAILER_BYTES + 8), "other format: format version 65, wanted 1"),
         (flip(-TRAILER_BYTES + 24), "foreign: fingerprint"),
         (flip(-TRAILER_BYTES + 40), "foreign: the object of another key"),
-        (flip(-1), "corrupted: checksum"),
+        (flip(-1), "corrupted: the checksums do not add up"),
         (lambda data: data[:-TRAILER_BYTES], "wrong size"),
         (lambda data: data[:210], "wrong size"),
         (lambda data: data + bytes(16), "wrong size"),

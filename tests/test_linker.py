@@ -139,7 +139,7 @@ def test_transfers_larger_than_staging_stream_through_it(bed: Bed) -> None:
 
 
 def test_staging_that_cannot_hold_an_object_is_refused(bed: Bed) -> None:
-    with pytest.raises(ArgumentError, match=r"staging has 512 bytes, wanted at least 6272.*full"):
+    with pytest.raises(ArgumentError, match=r"staging has 512 bytes, wanted at least 6336.*full"):
         bed.linker(staging_bytes=512)
 
 

@@ -158,5 +158,5 @@ def test_segments_that_tell_no_tokens_are_refused_for_tails_and_sums() -> None:
     with pytest.raises(ArgumentError, match="do not tell tokens apart"):
         packer.unpack([0], objects, tail_tokens=1)
     with pytest.raises(ArgumentError, match="sums are given"):
-        packer.unpack([0], objects, sums=torch.zeros(1, dtype=torch.int64))
+        packer.unpack([0], objects, sums=torch.zeros(1, 2, dtype=torch.int64))
     packer.unpack([0], objects)

@@ -1,8 +1,9 @@
 """The end of a stored object: what it is, whose it is, and the checksum of its payload.
 
-64 bytes behind the payload, at a multiple of 16: format version, payload size, fingerprint of the
-layout, digest of the object's key, checksum. So an object of another format, layout or key, or with
-a changed byte, is told from a good one before any of its bytes is used.
+Behind the payload, at a multiple of 16: the checksum of each layer, then 64 bytes that end the
+object: format version, payload size, fingerprint of the layout, digest of the object's key, sum of
+the layers' checksums. So an object of another format, layout or key, or with a changed byte, is
+told from a good one before any of its bytes is used, layer by layer if need be.
 """
 
 from collections.abc import Sequence
@@ -27,9 +28,12 @@ _FIELDS = np.dtype([
 ])  # fmt: skip
 
 
-def stored_bytes(object_bytes: int) -> int:
-    """Return the size of an object with its trailer."""
-    return -(-object_bytes // _ALIGN_BYTES) * _ALIGN_BYTES + TRAILER_BYTES
+def stored_bytes(object_bytes: int, num_layers: int) -> int:
+    """Return the size of an object with its layers' checksums and its trailer."""
+    payload, sums = (
+        -(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in (object_bytes, 8 * num_layers)
+    )
+    return payload + sums + TRAILER_BYTES
 
 
 def make_ends(
@@ -41,9 +45,13 @@ def make_ends(
         fingerprint: of the layout, 32 hex digits.
         object_bytes: size of the payloads.
         keys: the objects' keys.
-        checksums: of the payloads, `[len(keys)]`, the 64 bits as a signed number.
+        checksums: of the layers, `[len(keys), num_layers]`, the 64 bits as a signed number.
     """
-    ends = np.zeros((len(keys), stored_bytes(object_bytes) - object_bytes), dtype=np.uint8)
+    num_layers = checksums.shape[1]
+    size = stored_bytes(object_bytes, num_layers)
+    ends = np.zeros((len(keys), size - object_bytes), dtype=np.uint8)
+    sums = -object_bytes % _ALIGN_BYTES
+    ends[:, sums : sums + 8 * num_layers] = np.ascontiguousarray(checksums).view(np.uint8)
     trailers = np.zeros(len(keys), dtype=_FIELDS)
     trailers["magic"] = _MAGIC
     trailers["format_version"] = FORMAT_VERSION
@@ -51,7 +59,7 @@ def make_ends(
     trailers["object_bytes"] = object_bytes
     trailers["fingerprint"] = np.void(bytes.fromhex(fingerprint))
     trailers["key"] = [np.void(_digest(key)) for key in keys]
-    trailers["checksum"] = checksums.view(np.uint64)
+    trailers["checksum"] = checksums.astype(np.uint64).sum(axis=1)
     ends[:, -TRAILER_BYTES:] = trailers.view(np.uint8).reshape(len(keys), TRAILER_BYTES)
     return ends
 
@@ -70,7 +78,7 @@ def find_faults(
         fingerprint: that the objects should have.
         object_bytes: size that their payloads should have.
         keys: that they were fetched by.
-        checksums: of the payloads as they were received, `[len(keys)]`.
+        checksums: of the layers as they were received, `[len(keys), num_layers]`.
     """
     wanted = make_ends(fingerprint, object_bytes, keys, checksums)
     faults = {}
@@ -78,7 +86,9 @@ def find_faults(
         got, want = (
             rows[index, -TRAILER_BYTES:].copy().view(_FIELDS)[0] for rows in (ends, wanted)
         )
-        faults[keys[index]] = _reason(got, want)
+        faults[keys[index]] = _reason(got, want) or _wrong_layers(
+            ends[index], checksums[index], -object_bytes % _ALIGN_BYTES
+        )
     return faults
 
 
@@ -98,7 +108,16 @@ def _reason(got: np.void, want: np.void) -> str:
         return f"foreign: {got['object_bytes']} bytes, wanted {want['object_bytes']}"
     if got["key"] != want["key"]:
         return "foreign: the object of another key"
-    return f"corrupted: checksum {got['checksum']:#018x}, its bytes have {want['checksum']:#018x}"
+    return ""
+
+
+def _wrong_layers(end: NDArray[np.uint8], checksums: NDArray[np.int64], start: int) -> str:
+    """Say which layers' bytes are not those that were stored."""
+    stored = end[start : start + checksums.nbytes].copy().view(np.int64)
+    wrong = np.flatnonzero(stored != checksums).tolist()
+    if not wrong:
+        return "corrupted: the checksums do not add up, or filling bytes were changed"
+    return f"corrupted: checksums of layers {wrong[:8]}{' and more' * (len(wrong) > 8)} differ"
 
 
 def _digest(key: str) -> bytes:
