@@ -1,0 +1,123 @@
+"""Which consecutive layers travel together, when a transfer goes layer by layer."""
+
+import itertools
+from collections.abc import Sequence
+
+from kvferry.errors import ArgumentError
+
+LEAST_RANGE_BYTES = 256 << 10
+"""Below this a range costs more than its bytes: over TCP loopback, ranges of 34 KiB take twice, of
+8.6 KiB seven to ten times as long as the same bytes in one piece (Mooncake 0.3.13)."""
+
+GOOD_RANGE_BYTES = 1 << 20
+"""From this on longer ranges gain nothing: every call costs 1 to 1.5 ms, whatever it moves."""
+
+
+def choose_groups(
+    layer_offsets: Sequence[int],
+    *,
+    least_range_bytes: int = LEAST_RANGE_BYTES,
+    good_range_bytes: int = GOOD_RANGE_BYTES,
+    compute_us_per_layer: float | None = None,
+    transfer_us_per_layer: float | None = None,
+) -> tuple[tuple[int, int], ...]:
+    """Return the groups, `[first, end)` ranges of layers, in order, that cover every layer.
+
+    A group is one range of each object and one call, so groups should be long; but layer 0 can
+    start only once the first group is there, so that one should be short. Hence:
+
+    - The first group ends with the first layer that has bytes, however few they are: its price is
+      one call, and it is what a step waits for.
+    - Ranges then double, from `least_range_bytes` on, up to `good_range_bytes`: while a group is
+      used the next one arrives, so each may take about as long as those before it together.
+    - Where a layer's compute is known to take longer than its transfer, the wire is never late and
+      ranges go to `good_range_bytes` at once; where the transfer takes longer, calls are what can
+      be saved, and ranges go on doubling up to four times that.
+    - A last group shorter than `least_range_bytes` joins the one before.
+    - Layers without bytes belong to the group of the layer before them: they are there with it.
+
+    Args:
+        layer_offsets: `num_layers + 1` offsets in the object, as `CacheLayout.layer_offsets`.
+        least_range_bytes: shortest range worth a call of its own, but for the first.
+        good_range_bytes: range beyond which nothing is gained.
+        compute_us_per_layer: time of a layer's compute, if known.
+        transfer_us_per_layer: time of a layer's transfer, all pages, if known.
+
+    Raises:
+        ArgumentError: offsets that descend, or fewer than two; a size or time that is not positive.
+    """
+    steps = list(itertools.pairwise(layer_offsets))
+    if not steps or any(end < start for start, end in steps):
+        raise ArgumentError(
+            f"layer_offsets are {list(layer_offsets)[:8]}, wanted two or more, ascending"
+        )
+    for name, value in (
+        ("least_range_bytes", least_range_bytes),
+        ("good_range_bytes", good_range_bytes),
+        ("compute_us_per_layer", compute_us_per_layer),
+        ("transfer_us_per_layer", transfer_us_per_layer),
+    ):
+        if value is not None and value <= 0:
+            raise ArgumentError(f"{name} is {value}, wanted a positive number")
+    wanted, longest = least_range_bytes, max(good_range_bytes, least_range_bytes)
+    if compute_us_per_layer is not None and transfer_us_per_layer is not None:
+        if compute_us_per_layer >= transfer_us_per_layer:
+            wanted = longest
+        else:
+            longest *= 4
+    groups: list[tuple[int, int]] = []
+    first = 0
+    for layer_id, (_, end) in enumerate(steps):
+        num_bytes = end - layer_offsets[first]
+        if num_bytes >= (1 if not groups else wanted):
+            if groups:
+                wanted = min(2 * wanted, longest)
+            groups.append((first, layer_id + 1))
+            first = layer_id + 1
+    return _with_rest(groups, first, layer_offsets, least_range_bytes)
+
+
+def check_groups(groups: Sequence[tuple[int, int]], num_layers: int) -> tuple[tuple[int, int], ...]:
+    """Return groups that somebody has fixed, once they are known to be such.
+
+    Raises:
+        ArgumentError: they do not cover layers 0 .. num_layers - 1, each once, in order.
+    """
+    edges = [0, *(end for _, end in groups)]
+    if [tuple(group) for group in groups] != list(itertools.pairwise(edges)) or (
+        edges[-1] != num_layers or any(first >= end for first, end in groups)
+    ):
+        raise ArgumentError(
+            f"groups are {[tuple(group) for group in groups]}, wanted ranges that follow each "
+            f"other from 0 to {num_layers}"
+        )
+    return tuple((first, end) for first, end in groups)
+
+
+def _with_rest(
+    groups: list[tuple[int, int]], first: int, layer_offsets: Sequence[int], least_bytes: int
+) -> tuple[tuple[int, int], ...]:
+    """Give the layers from `first` on a group of their own, or add them to the last one."""
+    num_layers = len(layer_offsets) - 1
+    rest_bytes = layer_offsets[-1] - layer_offsets[first]
+    if first < num_layers:
+        # The first group stays short, whatever is left over.
+        joins = bool(groups) and (rest_bytes == 0 or (rest_bytes < least_bytes and len(groups) > 1))
+        if joins:
+            groups[-1] = (groups[-1][0], num_layers)
+        else:
+            groups.append((first, num_layers))
+    return _trailing_empty(groups, layer_offsets)
+
+
+def _trailing_empty(
+    groups: list[tuple[int, int]], layer_offsets: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Move layers without bytes from a group's beginning to the end of the one before."""
+    starts = []
+    for number, (first, _) in enumerate(groups):
+        start = first
+        while number and layer_offsets[start + 1] == layer_offsets[start]:
+            start += 1
+        starts.append(start)
+    return tuple(itertools.pairwise([*starts, groups[-1][1]]))
