@@ -71,6 +71,19 @@ def read_sass(cubin: bytes) -> Sass:
     )
 
 
+def instruction_names(cubin: bytes) -> list[str]:
+    """Return the instructions in order, without operands: `MEMBAR.ALL.SYS`, and so on."""
+    matches = map(_INSTRUCTION.search, _read("-sass", cubin).splitlines())
+    return [match.group(1) for match in matches if match]
+
+
+def _read(option: str, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(cubin)
+        file.flush()
+        return _tool(option, file.name)
+
+
 def _tool(option: str, path: str) -> str:
     done = subprocess.run(
         [_BIN / "cuobjdump", option, path], capture_output=True, text=True, timeout=_TOOL_LIMIT_S
