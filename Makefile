@@ -29,7 +29,7 @@ mutants: $(READY) ## deliberate faults in the library: does the suite catch each
 	$(BIN)/python tests/mutants.py
 
 test-newest: $(READY_NEWEST) ## the kernels' tests with the newest Triton, in an environment of its own
-	.venv-newest/bin/python -m pytest $(NEWEST_TESTS)
+	KVFERRY_HYPOTHESIS=few .venv-newest/bin/python -m pytest $(NEWEST_TESTS)
 
 test-engines: test-sglang-pools test-vllm-pools ## tests against the real engines, on a CPU
 

@@ -18,6 +18,7 @@ from kvferry.linker.owner import LocalOwner
 
 settings.register_profile("core", max_examples=200, deadline=None)
 settings.register_profile("deep", max_examples=2000, deadline=None)
+settings.register_profile("few", max_examples=30, deadline=None)
 # A mutant is caught by the first example that fails; a smaller one is of no use.
 settings.register_profile(
     "mutants", max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate]
