@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "the order of a page's dimensions is left out of the fingerprint",
-        "src/kvferry/layout.py",
+        "src/kvferry/fingerprint.py",
         "pool.order,",
         "(),",
         "tests/test_layout.py tests/test_field_layouts.py",

@@ -10,11 +10,9 @@ Strides, storage offsets and the element order come from the tensors, never from
 are head-major and pages that are token-major can have equal shapes.
 """
 
-import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,10 +26,10 @@ from kvferry.buffers import (
     order_and_runs,
 )
 from kvferry.errors import LayoutError
+from kvferry.fingerprint import fingerprint_of
 from kvferry.identity import ModelIdentity
 from kvferry.object_order import (
     ORDERS,
-    canonical_meaning,
     check_groups,
     places,
     strided_segments,
@@ -48,9 +46,6 @@ from kvferry.pools import (
 )
 from kvferry.runs import Run
 from kvferry.segments import Segment
-
-FORMAT_VERSION = 1
-"""Version of the object's bytes; part of every fingerprint."""
 
 MAX_OBJECT_BYTES = 2**31 - 1
 """Mooncake returns byte counts of ranged calls as 32-bit integers."""
@@ -388,38 +383,6 @@ def _assemble(
         num_pages,
         window_pages,
         device,
-        _fingerprint(page_size, num_layers, pools, identity, object_order),
+        fingerprint_of(page_size, num_layers, pools, identity, object_order),
         object_order,
     )
-
-
-def _fingerprint(
-    page_size: int,
-    num_layers: int,
-    pools: tuple[Pool, ...],
-    identity: ModelIdentity,
-    object_order: str,
-) -> str:
-    meaning: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
-        "page_size": page_size,
-        "num_layers": num_layers,
-        "padding": "none",
-        "pools": [
-            [
-                pool.name,
-                pool.space,
-                pool.rows,
-                pool.row_shape,
-                pool.dtype,
-                pool.layer_ids,
-                pool.order,
-            ]
-            for pool in pools
-        ],
-        "identity": asdict(identity),
-    }
-    if object_order == "canonical":  # the order in memory no longer matters
-        meaning |= {"order": object_order, "pools": [canonical_meaning(pool) for pool in pools]}
-    text = json.dumps(meaning, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

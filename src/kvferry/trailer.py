@@ -12,7 +12,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.layout import FORMAT_VERSION
+from kvferry.fingerprint import FORMAT_VERSION
 
 TRAILER_BYTES = 64
 _ALIGN_BYTES = 16
