@@ -9,7 +9,7 @@ READY_VLLM := .venv-vllm/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-deep mutants test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-sass figures clean
+.PHONY: help demo test test-deep mutants test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-sass bench-pack figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -55,6 +55,9 @@ bench-transport: $(READY) ## packed transfers beside Mooncake's own contiguous c
 
 bench-sass: $(READY) ## machine code of the kernels, by compiling alone
 	$(BIN)/python benchmarks/bench_sass.py
+
+bench-pack: $(READY) ## pack and unpack beside Tensor.copy_ of as many bytes
+	$(BIN)/python benchmarks/bench_pack.py
 
 figures: $(READY) ## measure everything that the documents quote, and write it there
 	$(BIN)/python benchmarks/figures.py

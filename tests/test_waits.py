@@ -226,7 +226,7 @@ def test_an_event_wait_is_bounded() -> None:
 
 def test_a_stream_waits_for_the_fence_of_the_latest_step(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = LayerCounters(1, CPU)
-    wait = EventWait(counters, LONG_S)
+    wait = EventWait(counters, 2.0)
     held: list[tuple[str, Any]] = []
 
     class Noting(Fence):
@@ -245,6 +245,7 @@ def test_a_stream_waits_for_the_fence_of_the_latest_step(monkeypatch: pytest.Mon
     counters.signal(first, 0)
     second = counters.begin_step()
     wait.enqueued(second, 0, 1, Noting("second"))
+    wait.enqueued(first, 0, 1, Noting("late"))
     wait.wait(second, 0)
     wait.wait(first, 0)  # behind the later fence, which is behind the earlier
     assert [name for name, _ in held] == ["first", "second", "second"]
