@@ -33,17 +33,23 @@ def load_page_id(ids_address, page, mask, ID_BYTES: tl.constexpr):
 
 
 @triton.jit
-def checksum_terms(value, position, WIDTH: tl.constexpr):
-    """What `value`, of WIDTH bytes at byte `position` of its object, adds to the checksum.
+def checksum_of_pairs(value, weight):
+    """What two words in an int64 add to a checksum, `weight` (uint32) being that of the lower one.
 
     The checksum is the sum of every little-endian 32-bit word w_i of the object times 2 i + 1,
     modulo 2**64; see `checksum`. A product of 32 by 32 bits is one instruction.
     """
+    low = value.to(tl.uint32).to(tl.uint64) * weight.to(tl.uint64)
+    high = (value >> 32).to(tl.uint32).to(tl.uint64) * (weight + 2).to(tl.uint64)
+    return (low + high).to(tl.int64)
+
+
+@triton.jit
+def checksum_terms(value, position, WIDTH: tl.constexpr):
+    """What `value`, of WIDTH bytes at byte `position` of its object, adds to the checksum."""
     weight = ((position >> 2) * 2 + 1).to(tl.uint32)
     if WIDTH == 8:
-        low = value.to(tl.uint32).to(tl.uint64) * weight.to(tl.uint64)
-        high = (value >> 32).to(tl.uint32).to(tl.uint64) * (weight + 2).to(tl.uint64)
-        terms = low + high
+        terms = checksum_of_pairs(value, weight)
     elif WIDTH == 4:
         terms = value.to(tl.uint32).to(tl.uint64) * weight.to(tl.uint64)
     else:

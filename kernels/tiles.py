@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from kvferry.kernels.device import checksum_terms, divide, load_page_id
+from kvferry.kernels.device import checksum_of_pairs, divide, load_page_id
 from kvferry.kernels.handles import Launch
 from kvferry.kernels.tables import Move, Table, divisor
 from kvferry.launch import LaunchConfig
@@ -82,8 +82,9 @@ def _move_tiles_kernel(
                 else:
                     tl.store(pool_words + word, value, mask=in_tail)
     if SUM:
-        position = object_offset + word.to(tl.int64) * 8
-        total = tl.sum(checksum_terms(value, position, 8), axis=0)
+        # In 32 bits, the tile's part once: 64-bit positions would cost more than the products.
+        weight = ((object_offset >> 2) * 2 + 1).to(tl.uint32) + (word * 4).to(tl.uint32)
+        total = tl.sum(checksum_of_pairs(value, weight), axis=0)
         sums = sums_address.to(tl.int64).to(tl.pointer_type(tl.int64))
         cell = page.to(tl.int64) * num_layers + tl.load(row + 6)
         tl.atomic_add(sums + cell, total, sem="relaxed")
