@@ -17,6 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = {
     "host": ("make bench-host", "How much Python runs before the bytes of a save move?"),
     "sass": ("make bench-sass", "What does the compiler make of the kernels for long runs?"),
+    "pack_cpu": (
+        "make bench-pack",
+        "What does the torch reference cost on a CPU, with and without checksums? Columns are "
+        "shares of a copy's rate; they say nothing about a GPU.",
+    ),
     "transport": ("make bench-transport", "Do packed pages reach Mooncake's own contiguous rate?"),
 }
 
@@ -33,7 +38,7 @@ def measure() -> int:
     record = {"machine": machine(), "lines": done.stdout.splitlines()}
     (RESULTS / "demo.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for name in BENCHMARKS:
-        script = Path(__file__).parent / f"bench_{name}.py"
+        script = Path(__file__).parent / f"bench_{name.split('_')[0]}.py"
         status = subprocess.run([sys.executable, str(script), "--write"], timeout=600).returncode
         if status:
             return status
@@ -76,7 +81,7 @@ def measured() -> str:
             for bar in result["bars"]
         ]
         parts += [f"## `{command}`", f"{question} {_where(result['machine'])}."]
-        parts += [_fenced(table(result["rows"])), _fenced(table(bars))]
+        parts += [_fenced(table(rows)) for rows in (result["rows"], bars) if rows]
     return "\n\n".join(parts) + "\n"
 
 

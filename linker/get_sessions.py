@@ -165,7 +165,7 @@ class MooncakeGetSession:
         check_sizes(keys, sizes)
         for key, offset in zip(keys, offsets, strict=True):
             if key not in self._open:
-                raise ArgumentError(f"key {key!r} is not open in this session")
+                raise ArgumentError(f"key {key!r} is not open in this get session")
             if offset < 0:
                 raise ArgumentError(f"key {key!r}: offset is {offset}, wanted 0 or more")
         self._book.calls.check_addresses(keys, addresses, sizes)

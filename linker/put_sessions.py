@@ -135,7 +135,7 @@ class MooncakePutSession:
             for index, key in enumerate(keys):
                 try:
                     if key not in self._coverage:
-                        raise ArgumentError("not open in this session; see start_results()")
+                        raise ArgumentError("not open in this put session; see start_results()")
                     self._coverage[key].claim(offsets[index], sizes[index])
                 except ArgumentError as error:
                     for taken, offset in zip(keys[:index], offsets[:index], strict=True):
