@@ -4,6 +4,10 @@ Each message names the argument, what came and what was wanted. Nothing has been
 written when an `ArgumentError` or a `LayoutError` is raised.
 """
 
+from collections import Counter
+
+from kvferry.causes import cause_of
+
 
 class KVFerryError(Exception):
     """Base of all of kvferry's own exceptions."""
@@ -48,8 +52,20 @@ class TransferFailed(KVFerryError):
 
     Attributes:
         causes: object key to reason. Empty when the transfer failed as a whole.
+        cause: a word of `kvferry.causes.CAUSES`: why, short enough to be counted by.
     """
 
-    def __init__(self, message: str, causes: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, message: str, causes: dict[str, str] | None = None, *, cause: str = ""
+    ) -> None:
+        """Make the error.
+
+        Args:
+            message: what happened, for a person.
+            causes: object key to reason.
+            cause: the word; by default that of the most objects in `causes`, else the message's.
+        """
         super().__init__(message)
         self.causes: dict[str, str] = dict(causes or {})
+        words = Counter(cause_of(reason) for reason in self.causes.values())
+        self.cause = cause or (words.most_common(1)[0][0] if words else cause_of(message))
