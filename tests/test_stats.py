@@ -2,6 +2,7 @@
 
 import re
 import threading
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from kvferry.causes import CAUSES, cause_of
 from kvferry.errors import TransferFailed
 from kvferry.linker.stats import BUCKETS_S, STAGES, Stats
 from kvferry.linker.streams import Fence
-from kvferry.linker.transfer import Progress, Transfer
+from kvferry.linker.transfer import Progress, Transfer, TransferResult
 
 _NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 _LABEL = rf'({_NAME})="((?:[^"\\\n]|\\["\\n])*)"'
@@ -134,22 +135,22 @@ def test_a_snapshot_is_a_copy() -> None:
     assert stats.snapshot() == Stats().snapshot()
 
 
-def test_no_count_is_lost_between_threads() -> None:
-    stats = Stats()
+def test_a_snapshot_shows_a_transfer_whole_or_not_at_all() -> None:
+    stats, seen = Stats(), []
+    reader = threading.Thread(target=lambda: seen.append(stats.snapshot()))
 
-    def count() -> None:
-        for _ in range(500):
-            count_done(stats, "save", 0.01, Progress(num_objects=1, failures={"k": "pending"}))
+    class ReadMeanwhile(dict[str, str]):
+        def values(self) -> Any:  # asked for in the midst of counting
+            reader.start()
+            reader.join(0.1)
+            return super().values()
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    now = stats.snapshot()
-    assert now["objects"]["save"] == now["failures"]["save"]["pending"] == 2000
-    assert sum(now["durations"]["save"]) == 2000
+    made = transfer("save", total_us=2.0)
+    failures = ReadMeanwhile(k="pending")
+    stats.ended(made, TransferResult(1, 2, 3, failures, made.timings))
+    reader.join(10)
+    assert seen == [stats.snapshot()]
+    assert seen[0]["failures"]["save"] == {"pending": 1}
 
 
 def test_the_text_says_what_the_snapshot_says() -> None:
