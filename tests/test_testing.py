@@ -66,6 +66,16 @@ def test_other_pages_and_swapped_buffers_are_found(layout: CacheLayout) -> None:
         check_telling(layout, "full", [2], [9])
 
 
+def test_layers_are_written_and_compared_alone(layout: CacheLayout) -> None:
+    write_telling(layout, "full", [2], [9], layers=[1, 4])
+    check_telling(layout, "full", [2], [9], layers=(4, 1))
+    for layer_id in range(layout.num_layers):
+        if layer_id not in (1, 4):
+            with pytest.raises(AssertionError, match=f"layer {layer_id}: "):
+                check_telling(layout, "full", [2], [9], layers=[layer_id])
+    check_telling(layout, "full", [2], [9], layers=[])
+
+
 def test_a_touched_neighbour_is_found(layout: CacheLayout) -> None:
     check_poison(layout, "full", [])
     write_telling(layout, "full", [3], [1])

@@ -6,7 +6,7 @@ patterns, NaNs with payloads and negative zeros among them, and are written and 
 integers by torch's own indexing, never by the code under test.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -83,11 +83,24 @@ def pages_of(pool: Pool, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_telling(
-    layout: CacheLayout, space: str, page_ids: Sequence[int], tags: Sequence[int]
+    layout: CacheLayout,
+    space: str,
+    page_ids: Sequence[int],
+    tags: Sequence[int],
+    *,
+    layers: Collection[int] | None = None,
 ) -> None:
-    """Fill pages of every buffer of a space with the telling bytes of `tags`, one per page."""
+    """Fill pages of a space's buffers with the telling bytes of `tags`, one per page.
+
+    Args:
+        layout: bound to tensors.
+        space: the index space.
+        page_ids: the pages.
+        tags: what each page is to tell.
+        layers: of these layers alone; of every layer by default.
+    """
     ids = torch.tensor(page_ids, dtype=torch.int64, device=layout.device)
-    for salt, buffer, pages in _buffers(layout, space):
+    for salt, buffer, pages in _buffers(layout, space, layers):
         wanted = telling_bytes(salt, _tags(layout, tags), buffer.pool.page_bytes)
         pages[ids] = wanted.contiguous().view(pages.dtype).view(len(ids), *pages.shape[1:])
 
@@ -101,15 +114,20 @@ def poison(layout: CacheLayout) -> None:
 
 
 def check_telling(
-    layout: CacheLayout, space: str, page_ids: Sequence[int], tags: Sequence[int]
+    layout: CacheLayout,
+    space: str,
+    page_ids: Sequence[int],
+    tags: Sequence[int],
+    *,
+    layers: Collection[int] | None = None,
 ) -> None:
-    """Compare pages with the telling bytes of `tags`, byte for byte.
+    """Compare pages with the telling bytes of `tags`, byte for byte; arguments as `write_telling`.
 
     Raises:
         AssertionError: they differ; says how many bytes, and where the first one is.
     """
     ids = torch.tensor(page_ids, dtype=torch.int64, device=layout.device)
-    for salt, buffer, pages in _buffers(layout, space):
+    for salt, buffer, pages in _buffers(layout, space, layers):
         wanted = telling_bytes(salt, _tags(layout, tags), buffer.pool.page_bytes)
         got = _rows(pages, ids)
         _compare(got, wanted, f"{buffer.pool.name!r} layer {buffer.layer_id}", page_ids)
@@ -177,12 +195,16 @@ def _tags(layout: CacheLayout, tags: Sequence[int]) -> torch.Tensor:
     return torch.tensor(tags, dtype=torch.int64, device=layout.device)
 
 
-def _buffers(layout: CacheLayout, space: str) -> list[tuple[int, Buffer, torch.Tensor]]:
+def _buffers(
+    layout: CacheLayout, space: str, layers: Collection[int] | None = None
+) -> list[tuple[int, Buffer, torch.Tensor]]:
     if not layout.is_bound:
         raise ArgumentError("layout is not bound to tensors, wanted a bound one")
     names = [pool.name for pool in layout.pools]
     row = []
     for buffer in layout.buffers[space]:
+        if layers is not None and buffer.layer_id not in layers:
+            continue
         assert buffer.tensor is not None
         salt = names.index(buffer.pool.name) * 10007 + buffer.layer_id + 1
         row.append((salt, buffer, pages_of(buffer.pool, buffer.tensor)))
