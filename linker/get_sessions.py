@@ -42,6 +42,12 @@ class GetBook:
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
 
+    @property
+    def num_open(self) -> int:
+        """Keys that somebody holds."""
+        with self._lock:
+            return len(self._held)
+
     def start(self, keys: Sequence[str]) -> dict[str, ObjectResult]:
         """Lease keys and count one more holder for each that came FETCHED."""
         with self._lock:

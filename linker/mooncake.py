@@ -73,6 +73,16 @@ class MooncakeStore:
         """Whether calls are let through now."""
         return not self._calls.gate.closed and not self._calls.breaker.is_open
 
+    @property
+    def num_open_puts(self) -> int:
+        """Objects that put sessions have open, those included that wait to be revoked."""
+        return self._puts.num_open
+
+    @property
+    def num_open_gets(self) -> int:
+        """Objects that get sessions hold."""
+        return self._gets.num_open
+
     def register(self, address: int, num_bytes: int) -> None:
         """Make memory known; ArgumentError if it overlaps a registered range."""
         with self._calls.gate:

@@ -86,6 +86,11 @@ class LocalOwner:
         """Whether the owner's process is alive."""
         return self._child is not None and self._child.poll() is None
 
+    @property
+    def pid(self) -> int | None:
+        """The owner's process id, None while none runs; a stopped (SIGSTOP) owner still counts."""
+        return self._child.pid if self._child is not None else None
+
     def start(self) -> "LocalOwner":
         """Start the owner and wait until its memory is in the store; if it runs, do nothing.
 

@@ -30,6 +30,12 @@ class PutBook:
         self._open: set[str] = set()
         self._abandoned: set[str] = set()  # a part of _open
 
+    @property
+    def num_open(self) -> int:
+        """Keys that are open, those included that wait to be revoked."""
+        with self._lock:
+            return len(self._open)
+
     def start(self, size_of: dict[str, int]) -> dict[str, ObjectResult]:
         """Open keys for writing; STORED are the caller's until `end` or `revoke`."""
         self._sweep()

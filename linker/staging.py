@@ -112,15 +112,23 @@ class StagingBuffer:
 
     @property
     def num_free_bytes(self) -> int:
-        """Bytes that no span holds, not all of them in one piece."""
+        """Bytes that could be held now, not all of them in one piece."""
         with self._changed:
+            self._end_drains()
             return self._spans.num_free_bytes
 
     @property
     def largest_free_bytes(self) -> int:
         """Length of the largest span that could be held now."""
         with self._changed:
+            self._end_drains()
             return self._spans.largest_free_bytes
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes asked for by the spans that are held; without those that only drain."""
+        with self._changed:
+            return sum(span.num_bytes for span in self._held.values())
 
     def register(self, store: Store) -> None:
         """Make the whole buffer known to a store, once.

@@ -52,7 +52,9 @@ def test_warm_segment_is_resident(local_master):
         assert owner.running
         assert owner.warm_bytes == 64 * MIB
         address = local_master.address
+        assert Path(f"/proc/{owner.pid}/status").exists()
     assert not owner.running
+    assert owner.pid is None
     assert not owner.log_path.exists()
     resident = {}
     for name, extra in (("warm", []), ("cold", ["--cold"])):

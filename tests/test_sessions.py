@@ -151,6 +151,7 @@ def test_left_session_is_revoked(mooncake_store, other_store, make_memory, uniqu
             leave()
     else:
         leave()
+    assert mooncake_store.num_open_puts == 0
     assert other_store.exists([key]) == [False]
     with other_store.put_session([key], [KIB]) as again:  # free at once, for anybody
         assert outcomes(again.start_results()) == [Outcome.STORED]
@@ -390,10 +391,12 @@ def test_revocation_that_failed_is_repeated(mooncake_store, other_store, unique,
     with monkeypatch.context() as patch:
         patch.setattr(mooncake_store._calls, "put_revoke", away)
         mooncake_store.put_session([key], [KIB]).abort()
+    assert mooncake_store.num_open_puts == 1
     with other_store.put_session([key], [KIB]) as other:
         assert outcomes(other.start_results()) == [Outcome.PENDING]
     with mooncake_store.put_session([unique("b")], [KIB]):
         pass  # any start sweeps first
+    assert mooncake_store.num_open_puts == 0
     with other_store.put_session([key], [KIB]) as other:
         assert outcomes(other.start_results()) == [Outcome.STORED]
 
@@ -460,12 +463,13 @@ def test_sessions_on_one_key_do_not_end_each_other(mooncake_store, make_memory, 
                 assert outcomes(inner.read(keys[:1], [address], [KIB], [0])) == [Outcome.FETCHED]
             inner.close()
             assert ended == []
+            assert mooncake_store.num_open_gets == 2
             results = outer.read(keys, [address] * 2, [KIB // 2] * 2, [0] * 2)
             assert outcomes(results) == [Outcome.FETCHED] * 2
         assert sorted(ended) == sorted(keys)
     finally:
         mooncake_store._calls.get_end = real
-    assert not set(keys) & set(mooncake_store._gets._held)
+    assert mooncake_store.num_open_gets == 0
 
 
 @pytest.mark.mooncake
@@ -499,7 +503,7 @@ def test_many_threads_share_keys(mooncake_store, make_memory, unique):
     for thread in threads:
         thread.join(30.0)
     assert not bad
-    assert not set(keys) & set(mooncake_store._gets._held)
+    assert mooncake_store.num_open_gets == 0
 
 
 @pytest.mark.mooncake

@@ -162,6 +162,18 @@ def test_a_span_that_drains_comes_back_by_itself() -> None:
     assert 0.05 < time.monotonic() - begin < 2
 
 
+def test_held_and_draining_bytes_are_told_apart() -> None:
+    staging = StagingBuffer(1024, device=CPU)
+    first, second = staging.acquire(300, 0), staging.acquire(256, 0)
+    assert (staging.num_held_bytes, staging.num_free_bytes) == (556, 256)
+    first.release(after_s=0.2)
+    assert (staging.num_held_bytes, staging.num_free_bytes) == (256, 256)
+    second.release()
+    assert (staging.num_held_bytes, staging.num_free_bytes) == (0, 512)
+    time.sleep(0.3)  # nobody has to ask for a span before what has drained counts as free
+    assert (staging.num_free_bytes, staging.largest_free_bytes) == (1024, 1024)
+
+
 @pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 10000])
 def test_memory_is_aligned_and_whole(num_bytes: int) -> None:
     memory = allocate(num_bytes, CPU, "cpu")
