@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import nvtx
@@ -12,40 +12,27 @@ import torch
 from kvferry.errors import StagingTimeout, TransferFailed
 from kvferry.kernels.pack import Packer
 from kvferry.kernels.page_ids import PageIds
+from kvferry.linker.attempts import Attempts, reason_of
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.memory import flush_gpudirect
 from kvferry.linker.plan import SpacePlan
-from kvferry.linker.seal import Seal, wait
+from kvferry.linker.seal import Seal, ends_of, wait
 from kvferry.linker.staging import Span, StagingBuffer
 from kvferry.linker.store import ObjectResult, Outcome, Store
 from kvferry.linker.streams import Fence, Lane
+from kvferry.linker.trace import Trace
 from kvferry.linker.transfer import Transfer
-
-StoreCall = Callable[[list[str], list[int], list[int]], list[ObjectResult]]
-
-RETRY_DELAY_S = 0.05
-"""Before the one retry: a full store evicts in the background, every 10 ms."""
-
-SLOW_CALL_S = 1.0
-"""A failed call that took longer may have left its transfer running."""
-
-DRAIN_S = 60.0
-"""How long such a transfer can still land: Mooncake gives one 30 to 60 s."""
 
 
 @dataclass
 class _Staged:
-    """A part in staging, the fence after its kernels, and how long a late transfer may still land.
-
-    A store call that failed may have left work behind that reads or writes the span: a call that
-    ran into the transport's own time limit returns while its transfer goes on.
-    """
+    """A part in staging, the fence after its kernels, and what became of its store calls."""
 
     part: SpacePlan
     span: Span
     fence: Fence
     sums: torch.Tensor | None = None
-    drain_s: float = 0.0
+    attempts: Attempts = field(default_factory=Attempts)
 
 
 class Mover:
@@ -68,6 +55,7 @@ class Mover:
         backend: str,
         *,
         integrity: bool,
+        trace: Trace | None = None,
     ) -> None:
         self._store = store
         self._staging = staging
@@ -79,6 +67,7 @@ class Mover:
         assert layout.device is not None
         self.lane = Lane(layout.device)
         self._seal = Seal(layout, self.lane, backend) if integrity else None
+        self._trace = trace
 
     def move(self, transfer: Transfer) -> None:
         """Carry out a transfer and end its handle.
@@ -126,12 +115,18 @@ class Mover:
         transfer.check_going()
         if self._seal is not None and item.sums is not None:
             begin = time.perf_counter()
-            self._seal.write(item.part, item.span, item.sums)
+            part = item.part
+            ends = ends_of(
+                item.span.tensor,
+                len(part.keys),
+                part.stride_bytes,
+                part.object_bytes,
+                part.end_bytes,
+            )
+            self._seal.write(ends, part.object_bytes, part.keys, item.sums)
             transfer.timings.seal_us += _us_since(begin)
-        begin = time.perf_counter()
         put = partial(self._store.put, absent=True)  # `_save` has just asked
-        results = self._twice(put, item, (Outcome.NO_SPACE, Outcome.FAILED))
-        transfer.timings.wire_us += _us_since(begin)
+        results = self._call(transfer, put, item, (Outcome.NO_SPACE, Outcome.FAILED))
         progress, stored = transfer.progress, []
         for key, result in zip(item.part.keys, results, strict=True):
             if result.outcome is Outcome.STORED:
@@ -142,7 +137,7 @@ class Mover:
                 progress.num_existing += 1
                 stored.append(key)
             else:
-                progress.failures[key] = _reason(result)
+                progress.failures[key] = reason_of(result)
         self._existence.mark_stored(stored)
         self._release(staged.popleft())
 
@@ -182,12 +177,10 @@ class Mover:
 
     def _fetch(self, transfer: Transfer, item: _Staged) -> dict[str, str]:
         transfer.check_going()
-        begin = time.perf_counter()
         again = (Outcome.MISSING, Outcome.LEASE_EXPIRED, Outcome.FAILED)
-        results = self._twice(self._store.get, item, again)
-        transfer.timings.wire_us += _us_since(begin)
+        results = self._call(transfer, self._store.get, item, again)
         return {
-            key: _reason(result)
+            key: reason_of(result)
             for key, result in zip(item.part.keys, results, strict=True)
             if result.outcome is not Outcome.FETCHED
         }
@@ -198,7 +191,7 @@ class Mover:
         if self._seal is None:
             return {}
         begin = time.perf_counter()
-        faults = self._seal.verify(item.part, item.span)
+        faults = self._seal.verify(item.part, item.span).faults
         transfer.timings.seal_us += _us_since(begin)
         return faults
 
@@ -242,7 +235,7 @@ class Mover:
             with self.lane.work(transfer.caller) as fences:
                 ids = PageIds.upload(packer.layout, part.page_ids, unique=loading)
                 if not loading:
-                    item.sums = self._seal.zeros(part) if self._seal else None
+                    item.sums = self._seal.zeros(len(part.keys)) if self._seal else None
                     packer.pack(
                         ids,
                         objects,
@@ -263,53 +256,34 @@ class Mover:
                     )
             touched.extend(fences)
         item.fence = fences[-1]
+        if self._trace is not None:
+            lane = "unpack" if loading else "pack"
+            self._trace.add_fence(lane, "objects", item.fence, bytes=part.num_bytes)
 
-    def _twice(
+    def _call(
         self,
-        call: StoreCall,
+        transfer: Transfer,
+        call: Callable[..., list[ObjectResult]],
         item: _Staged,
-        worth_again: tuple[Outcome, ...],
+        again: Collection[Outcome],
     ) -> list[ObjectResult]:
-        """Call the store for a part, and once more for the objects that another try may help."""
-        part = item.part
-        addresses, sizes = part.addresses(item.span.address), part.sizes
-        results = self._timed(call, item, part.keys, addresses, sizes)
-        again = [i for i, result in enumerate(results) if result.outcome in worth_again]
-        if again and item.drain_s == 0:
-            time.sleep(RETRY_DELAY_S)
-            fresh = self._timed(
-                call,
-                item,
-                [part.keys[i] for i in again],
-                [addresses[i] for i in again],
-                [sizes[i] for i in again],
-            )
-            for i, result in zip(again, fresh, strict=True):
-                results[i] = result
-        return results
-
-    @staticmethod
-    def _timed(
-        call: StoreCall, item: _Staged, keys: list[str], addresses: list[int], sizes: list[int]
-    ) -> list[ObjectResult]:
-        begin = time.monotonic()
-        failed = True
+        """Call the store for a part, and once more for what another try may better."""
+        part, begin_s = item.part, time.perf_counter()
+        before_us = item.attempts.wire_us
         try:
-            results = call(keys, addresses, sizes)
-            failed = any(result.outcome is Outcome.FAILED for result in results)
+            return item.attempts.twice(
+                call, part.keys, part.addresses(item.span.address), part.sizes, again=again
+            )
         finally:
-            if failed and time.monotonic() - begin > SLOW_CALL_S:
-                item.drain_s = DRAIN_S
-        return results
+            transfer.timings.wire_us += item.attempts.wire_us - before_us
+            if self._trace is not None:
+                self._trace.add(
+                    "wire", "objects", begin_s, time.perf_counter(), bytes=part.num_bytes
+                )
 
     def _release(self, item: _Staged) -> None:
         wait(item.fence)
-        item.span.release(after_s=item.drain_s)
-
-
-def _reason(result: ObjectResult) -> str:
-    name = f" ({result.code_name})" if result.code_name else ""
-    return result.outcome.value + name
+        item.span.release(after_s=item.attempts.drain_s)
 
 
 def _us_since(begin: float) -> float:

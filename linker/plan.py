@@ -71,6 +71,11 @@ class SpacePlan:
         return len(self.keys) * self.stride_bytes
 
     @property
+    def end_bytes(self) -> int:
+        """Bytes that follow an object's payload in the store; 0 without trailers."""
+        return self.size_bytes - self.object_bytes
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its objects' payloads."""
         return len(self.keys) * self.object_bytes

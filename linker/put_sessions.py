@@ -91,6 +91,11 @@ class MooncakePutSession:
                 self._settle(keys, sizes, offsets, results)
         return results
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until the session is too old to be written or finished; 0 if it is."""
+        return max(0.0, self._started_s + self._book.max_age_s - time.monotonic())
+
     def finish(self) -> list[ObjectResult]:
         """End what is whole and in time, revoke the rest; repeating it gives the same results.
 

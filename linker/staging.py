@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -17,6 +18,9 @@ from kvferry.linker.store import Store
 
 SPAN_ALIGN_BYTES = 256
 """Every span begins at a multiple of this; it serves the kernels and the NIC alike."""
+
+WANTED_POLL_S = 0.05
+"""How often a thread that waits for a span asks whether it still wants it."""
 
 
 @dataclass(frozen=True)
@@ -155,12 +159,15 @@ class StagingBuffer:
         if store is not None:
             store.unregister(self.address)
 
-    def acquire(self, num_bytes: int, timeout_s: float) -> Span:
+    def acquire(
+        self, num_bytes: int, timeout_s: float, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Span:
         """Hold a span, waiting for others to be released if need be.
 
         Args:
             num_bytes: 1 .. the buffer's size.
             timeout_s: how long to wait; 0 asks without waiting.
+            is_wanted: asked now and then while waiting; once it says no, the wait is over.
 
         Raises:
             ArgumentError: a size that the buffer can never give.
@@ -182,13 +189,13 @@ class StagingBuffer:
                             self._held[offset] = span
                             return span
                     left = deadline - time.monotonic()
-                    if left <= 0:
+                    if left <= 0 or not is_wanted():
                         raise StagingTimeout(
                             f"no span of {num_bytes} bytes within {timeout_s:g} s: "
                             f"{self._spans.num_free_bytes} of {self.num_bytes} bytes are free, "
                             f"{self._spans.largest_free_bytes} in one piece"
                         )
-                    self._changed.wait(min(left, self._next_drain_s()))
+                    self._changed.wait(min(left, self._next_drain_s(), WANTED_POLL_S))
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from kvferry.errors import TransferFailed
 from kvferry.linker.plan import SpacePlan
@@ -26,6 +26,7 @@ class Timings:
         wire_us: in the store's put or get calls, with their checks.
         seal_us: writing trailers (a save), or verifying checksums and trailers (a load).
         lookup_us: asking which objects exist already (a save).
+        model_us: waiting for the model to write its layers (a layer-wise save).
         total_us: from the call until the result.
     """
 
@@ -37,7 +38,13 @@ class Timings:
     wire_us: float = 0.0
     seal_us: float = 0.0
     lookup_us: float = 0.0
+    model_us: float = 0.0
     total_us: float = 0.0
+
+    def take(self, other: "Timings") -> None:
+        """Add what another has: that of a batch that the transfer was part of."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,8 @@ class Transfer:
         deadline: `time.monotonic()` after which it has failed.
     """
 
+    deadline: float
+
     def __init__(
         self,
         kind: str,
@@ -106,6 +115,7 @@ class Transfer:
         timeout_s: float,
         plan_us: float,
         tail: tuple[int, str] | None = None,
+        on_end: "Callable[[Transfer, TransferResult | TransferFailed], None] | None" = None,
     ) -> None:
         self.kind = kind
         self.plans = plans
@@ -113,8 +123,8 @@ class Transfer:
         self.tail = tail
         self.timeout_s = timeout_s
         self.timings = Timings(plan_us=plan_us)
-        self._began = time.monotonic()
-        self.deadline = self._began + timeout_s
+        self._on_end = on_end
+        self.restart_clock()
         self.progress = Progress()
         self._changed = threading.Condition()
         self._touching = threading.Lock()
@@ -135,9 +145,9 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether there is a result or a failure. Never waits, unless the deadline just passed."""
-        if not self._is_over and self.left_s == 0:
-            self._give_up(f"{self.kind} not done within {self.timeout_s:g} s")
-        return self._is_over
+        if not self.is_over and self.left_s == 0:
+            self._give_up(f"{self.kind} not done within {self.timeout_s:g} s", "deadline")
+        return self.is_over
 
     def result(self, timeout_s: float | None = None) -> TransferResult:
         """Wait for the end and return what was done.
@@ -153,7 +163,7 @@ class Transfer:
                 deadline, or could not work at all. `causes` says which object and why.
             TimeoutError: `timeout_s` passed and the transfer is still in flight.
         """
-        if not self._wait(lambda: self._is_over, timeout_s):
+        if not self._wait(lambda: self.is_over, timeout_s):
             raise TimeoutError(f"{self.kind} still in flight after {timeout_s} s")
         if self._error is not None:
             raise self._error
@@ -167,7 +177,7 @@ class Transfer:
             Whether it has, within `timeout_s` (the deadline by default). True also once the
             transfer has ended, in whatever way: an ended transfer touches no pages.
         """
-        return self._wait(lambda: self._packed or self._is_over, timeout_s)
+        return self._wait(lambda: self._packed or self.is_over, timeout_s)
 
     def cancel(self) -> bool:
         """Give the transfer up. Once this returns, its pages are not touched any more.
@@ -177,7 +187,7 @@ class Transfer:
         Returns:
             False if it had ended already.
         """
-        return self._give_up(f"{self.kind} was cancelled")
+        return self._give_up(f"{self.kind} was cancelled", "cancelled")
 
     def _wait(self, is_true: Callable[[], bool], timeout_s: float | None) -> bool:
         wait_s = self.left_s if timeout_s is None else min(timeout_s, self.left_s)
@@ -193,7 +203,8 @@ class Transfer:
         return (time.monotonic() - self._began) * 1e6
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether it has a result or a failure by now; unlike `done`, it does not see to that."""
         return self._result is not None or self._error is not None
 
     @contextmanager
@@ -204,12 +215,17 @@ class Transfer:
             Ended: the transfer is over.
         """
         with self._touching:
-            if self._is_over:
+            if self.is_over:
                 raise Ended
             fences: list[Fence] = []
             yield fences
             if fences:
                 self._last_touch = fences[-1]
+
+    def restart_clock(self) -> None:
+        """Begin the time that the transfer has, for one that is prepared before it starts."""
+        self._began = time.monotonic()
+        self.deadline = self._began + self.timeout_s
 
     def check_going(self) -> None:
         """Fail the transfer if its deadline has passed.
@@ -229,27 +245,33 @@ class Transfer:
     def finish(self) -> None:
         """End well, with the progress made."""
         with self._changed:
-            if not self._is_over:
-                self.timings.total_us = self.age_us
-                self._result = self.progress.result(self.timings)
+            if self.is_over:
+                return
+            self.timings.total_us = self.age_us
+            self._result = self.progress.result(self.timings)
             self._changed.notify_all()
+        if self._on_end is not None:
+            self._on_end(self, self._result)
 
     def fail(self, error: TransferFailed) -> bool:
         """End badly; False if it had ended already."""
         with self._changed:
-            if self._is_over:
+            if self.is_over:
                 return False
+            self.timings.total_us = self.age_us
             self._error = error
             self._changed.notify_all()
-            return True
+        if self._on_end is not None:
+            self._on_end(self, error)
+        return True
 
-    def _give_up(self, reason: str) -> bool:
+    def _give_up(self, reason: str, cause: str) -> bool:
         # Whatever the worker has launched on the pages ends first; it launches nothing after.
+        touched = f"{reason}, and its pages are still being touched"
         if not self._touching.acquire(timeout=TOUCH_LIMIT_S):
-            return self.fail(TransferFailed(f"{reason}, and its pages are still being touched"))
+            return self.fail(TransferFailed(touched, cause=cause))
         try:
-            if not self._last_touch.wait(TOUCH_LIMIT_S):
-                reason = f"{reason}, and its pages are still being touched"
-            return self.fail(TransferFailed(reason))
+            passed = self._last_touch.wait(TOUCH_LIMIT_S)
+            return self.fail(TransferFailed(reason if passed else touched, cause=cause))
         finally:
             self._touching.release()

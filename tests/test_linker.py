@@ -417,10 +417,10 @@ def test_what_could_not_be_stored_is_told_by_object(bed: Bed) -> None:
 def test_the_span_of_a_slow_failed_call_is_kept_back(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvferry.linker import mover
+    from kvferry.linker import attempts
 
-    monkeypatch.setattr(mover, "SLOW_CALL_S", 0.05)
-    monkeypatch.setattr(mover, "DRAIN_S", 1.0)
+    monkeypatch.setattr(attempts, "SLOW_CALL_S", 0.05)
+    monkeypatch.setattr(attempts, "DRAIN_S", 1.0)
     linker = bed.linker(staging_bytes=1 << 16, transfer_timeout_s=5)
     linker.save(keys(2), bed.fill(0, 2)).result()
     staging = linker._staging
@@ -449,7 +449,7 @@ def test_close_finishes_what_was_enqueued(bed: Bed) -> None:
     for call in (linker.save, linker.load):
         with pytest.raises(TransferFailed, match="the linker is closed"):
             call(keys(1), {"full": [0]})
-    assert not [t for t in linker._threads if t.is_alive()]
+    assert not [one.name for one in linker._workers if one.is_alive]
     # The registration is gone: the same memory can be registered again.
     linker._staging.register(bed.store.store)
     linker._staging.unregister()

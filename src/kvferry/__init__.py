@@ -14,12 +14,16 @@ if TYPE_CHECKING:
     from kvferry.kernels.pack import Packer
     from kvferry.kernels.page_ids import PageIds
     from kvferry.layout import CacheLayout
+    from kvferry.linker.layer_load import LayerLoad, LoadRequest
+    from kvferry.linker.layer_save import LayerSave
     from kvferry.linker.linker import Linker, LinkerConfig
     from kvferry.linker.master import LocalMaster
     from kvferry.linker.mooncake import MooncakeStore
     from kvferry.linker.mooncake_config import MooncakeConfig
     from kvferry.linker.owner import LocalOwner
     from kvferry.linker.staging import StagingBuffer
+    from kvferry.linker.stats import Stats
+    from kvferry.linker.trace import Trace
     from kvferry.linker.transfer import Transfer, TransferResult
     from kvferry.pools import PoolTensors
     from kvferry.reshard import plan_reshard
@@ -29,8 +33,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CacheLayout": "layout",
+    "LayerLoad": "linker.layer_load",
+    "LayerSave": "linker.layer_save",
     "Linker": "linker.linker",
     "LinkerConfig": "linker.linker",
+    "LoadRequest": "linker.layer_load",
     "LocalMaster": "linker.master",
     "LocalOwner": "linker.owner",
     "ModelIdentity": "identity",
@@ -40,6 +47,8 @@ _HOMES = {
     "PageIds": "kernels.page_ids",
     "PoolTensors": "pools",
     "StagingBuffer": "linker.staging",
+    "Stats": "linker.stats",
+    "Trace": "linker.trace",
     "Transfer": "linker.transfer",
     "TransferResult": "linker.transfer",
     "audit": "auditor",
@@ -50,8 +59,11 @@ _HOMES = {
 
 __all__ = [
     "CacheLayout",
+    "LayerLoad",
+    "LayerSave",
     "Linker",
     "LinkerConfig",
+    "LoadRequest",
     "LocalMaster",
     "LocalOwner",
     "ModelIdentity",
@@ -61,6 +73,8 @@ __all__ = [
     "PageIds",
     "PoolTensors",
     "StagingBuffer",
+    "Stats",
+    "Trace",
     "Transfer",
     "TransferResult",
     "audit",

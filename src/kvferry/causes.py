@@ -15,6 +15,7 @@ CAUSES = (
     "incomplete",  # not every byte of the object was written
     "cancelled",
     "deadline",
+    "busy",  # too many transfers in flight already
     "staging",  # no span came free in time
     "unavailable",  # the master does not answer
     "closed",

@@ -1,0 +1,85 @@
+"""Store calls on one span: tried once more where that may help, and what they may leave behind."""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+from kvferry.linker.store import ObjectResult, Outcome
+
+RETRY_DELAY_S = 0.05
+"""Before the one retry: a full store evicts in the background, every 10 ms."""
+
+SLOW_CALL_S = 1.0
+"""A failed call that took longer may have left its transfer running."""
+
+DRAIN_S = 60.0
+"""How long such a transfer can still land: Mooncake gives one 30 to 60 s."""
+
+ItemT = TypeVar("ItemT")
+
+
+class Attempts:
+    """What became of the store calls on one span.
+
+    A store call that failed may have left work behind that reads or writes the span: a call that
+    ran into the transport's own time limit returns while its transfer goes on.
+
+    Attributes:
+        drain_s: how long a late transfer may still land.
+        wire_us: time in the calls.
+    """
+
+    def __init__(self) -> None:
+        self.drain_s = 0.0
+        self.wire_us = 0.0
+
+    def twice(
+        self,
+        call: Callable[..., list[ObjectResult]],
+        keys: Sequence[str],
+        *columns: Sequence[int],
+        again: Collection[Outcome],
+    ) -> list[ObjectResult]:
+        """Call the store, and once more for the objects whose outcome is in `again`.
+
+        Args:
+            call: takes the keys and columns.
+            keys: of the objects.
+            columns: addresses, sizes and so on, one entry for each key.
+            again: outcomes that another try may better.
+        """
+        results = self._once(call, keys, *columns)
+        failed = [index for index, result in enumerate(results) if result.outcome in again]
+        if failed and self.drain_s == 0:
+            time.sleep(RETRY_DELAY_S)
+            chosen = [chosen_of(column, failed) for column in columns]
+            fresh = self._once(call, chosen_of(keys, failed), *chosen)
+            for index, result in zip(failed, fresh, strict=True):
+                results[index] = result
+        return results
+
+    def _once(
+        self, call: Callable[..., list[ObjectResult]], keys: Sequence[str], *columns: Any
+    ) -> list[ObjectResult]:
+        begin_s = time.perf_counter()
+        failed = True
+        try:
+            results = call(keys, *columns)
+            failed = any(result.outcome is Outcome.FAILED for result in results)
+        finally:
+            taken_s = time.perf_counter() - begin_s
+            self.wire_us += taken_s * 1e6
+            if failed and taken_s > SLOW_CALL_S:
+                self.drain_s = DRAIN_S
+        return results
+
+
+def chosen_of(column: Sequence[ItemT], indices: Sequence[int]) -> list[ItemT]:
+    """Return the entries of a list at some indices."""
+    return [column[index] for index in indices]
+
+
+def reason_of(result: ObjectResult) -> str:
+    """Return an outcome in words, the store's own name for it in brackets."""
+    name = f" ({result.code_name})" if result.code_name else ""
+    return result.outcome.value + name

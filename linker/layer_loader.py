@@ -1,0 +1,313 @@
+"""The work of the layer-wise loads' thread: layer groups through store, staging and kernels."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+
+import nvtx
+
+from kvferry.errors import StoreClosed, StoreError, StoreUnavailable, TransferFailed
+from kvferry.kernels.pack import Packer
+from kvferry.linker.attempts import Attempts, reason_of
+from kvferry.linker.layer_batch import Batch
+from kvferry.linker.layer_load import LayerLoad
+from kvferry.linker.layer_plan import GroupPart, cut
+from kvferry.linker.layer_staging import StagedPart, acquire
+from kvferry.linker.lookup import ExistenceCache
+from kvferry.linker.memory import flush_gpudirect
+from kvferry.linker.plan import SpacePlan
+from kvferry.linker.seal import Checked, Seal, wait
+from kvferry.linker.staging import Span, StagingBuffer
+from kvferry.linker.store import GetSession, ObjectResult, Outcome, Store
+from kvferry.linker.streams import Lane
+from kvferry.linker.trace import Trace
+from kvferry.linker.transfer import Ended
+from kvferry.linker.wire import Wire
+
+
+class LayerLoader:
+    """Carries out layer-wise loads, one batch at a time, in the thread that calls it.
+
+    Wire threads fetch a few parts ahead; this thread unpacks what has come, raises the counters of
+    the groups that are complete, and at the end verifies every object. A key that cannot be read by
+    ranges is fetched whole, once: that is also the one retry that a load has.
+
+    Attributes:
+        lane: the stream that its kernels run on.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        staging: StagingBuffer,
+        packers: Mapping[str, Packer],
+        existence: ExistenceCache,
+        lane: Lane,
+        wire: Wire,
+        *,
+        part_bytes: int,
+        fetch_ahead: int,
+        backend: str,
+        integrity: bool,
+        trace: Trace | None,
+    ) -> None:
+        self.lane = lane
+        self._store = store
+        self._staging = staging
+        self._packers = packers
+        self._existence = existence
+        self._wire = wire
+        self._part_bytes = part_bytes
+        self._fetch_ahead = fetch_ahead
+        self._backend = backend
+        self._trace = trace
+        self._layout = next(iter(packers.values())).layout
+        self._seal = Seal(self._layout, lane, backend) if integrity else None
+
+    def move(self, load: LayerLoad) -> None:
+        """Carry out a load and end its handles.
+
+        Raises:
+            Ended: all of its requests were given up meanwhile.
+            KVFerryError: it failed; the caller ends the handles.
+        """
+        _Run(self, load).carry_out()
+
+
+class _Run:
+    """One load being carried out."""
+
+    def __init__(self, loader: LayerLoader, load: LayerLoad) -> None:
+        self._loader = loader
+        self._load = load
+        self._batch = Batch(
+            load, loader._packers, loader._seal, loader.lane, loader._backend, loader._trace
+        )
+        self._fetching: deque[StagedPart] = deque()  # handed to the wire, in order
+        self._landing: deque[StagedPart] = deque()  # unpack launched
+        self._parts_left = [0] * len(load.groups)
+        self._next_group = 0
+        self._session: GetSession | None = None
+
+    def carry_out(self) -> None:
+        """Do everything, and let go of everything."""
+        load, loader = self._load, self._loader
+        parts = list(cut(loader._layout, load.rows, load.groups, loader._part_bytes))
+        self._parts_left = [len(of_group) for of_group in parts]
+        try:
+            self._open()
+            with nvtx.annotate("load layers", domain="kvferry"):
+                for part in (part for of_group in parts for part in of_group):
+                    self._fetch(part)
+                    while len(self._fetching) > loader._fetch_ahead:
+                        self._land()
+                while self._fetching:
+                    self._land()
+                while self._batch.lacking:
+                    self._rescue()
+                self._signal()
+            while self._landing:
+                self._retire()
+            begin_s = time.perf_counter()
+            faults = self._batch.faults()
+            load.timings.seal_us += _us_since(begin_s)
+            if faults:
+                self._fail_rows(faults)
+            self._batch.finish()
+        finally:
+            for item in (*self._fetching, *self._landing):
+                item.release()
+            if self._session is not None:
+                self._session.close()
+
+    def _open(self) -> None:
+        """Hold the objects readable; what cannot be held so is fetched whole."""
+        batch = self._batch
+        try:
+            self._session = self._loader._store.get_session(batch.keys)
+        except (StoreUnavailable, StoreClosed):
+            raise
+        except StoreError:  # this Mooncake has no sessions, or refused this one
+            batch.lack(batch.keys)
+            return
+        results = self._session.start_results()
+        if any(result.outcome is not Outcome.FETCHED for result in results):
+            batch.lack(
+                {
+                    key
+                    for key, result in zip(batch.keys, results, strict=True)
+                    if result.outcome is not Outcome.FETCHED
+                }
+            )
+
+    def _fetch(self, part: GroupPart) -> None:
+        """Hand a part to the wire, unless none of its rows is wanted that way any more."""
+        if not self._batch.wants(part):
+            self._done_with(part)
+            return
+        begin_s = time.perf_counter()
+        span = self._acquire(part.staging_bytes)
+        self._load.timings.staging_us += _us_since(begin_s)
+        item = StagedPart(part, span, rows=self._batch.open_rows(part))
+        self._fetching.append(item)
+        item.call = self._loader._wire.call(partial(self._read, item))
+
+    def _read(self, item: StagedPart) -> list[ObjectResult]:
+        """Fetch the open rows' ranges of a part; in a wire thread."""
+        assert self._session is not None
+        part, begin_s = item.part, time.perf_counter()
+        keys, addresses, sizes, offsets = [], [], [], []
+        for piece, wanted in zip(part.pieces, item.rows, strict=True):
+            plan_keys = self._load.rows[piece.space].plan.keys
+            base = piece.addresses(item.span.address)
+            keys += [plan_keys[row] for row in wanted]
+            addresses += [base[row - piece.first_row] for row in wanted]
+            sizes += [piece.range_bytes] * len(wanted)
+            offsets += [piece.origin_bytes] * len(wanted)
+        try:
+            # No second try by ranges: that is what the whole object is for.
+            return item.attempts.twice(
+                self._session.read, keys, addresses, sizes, offsets, again=()
+            )
+        finally:
+            if self._loader._trace is not None:
+                self._loader._trace.add(
+                    "wire", part.name, begin_s, time.perf_counter(), bytes=sum(sizes)
+                )
+
+    def _land(self) -> None:
+        """Unpack the oldest part that is on the wire, once it is there."""
+        self._check_going()
+        item = self._fetching[0]
+        assert item.call is not None
+        results = item.call.result()
+        self._load.timings.wire_us += item.attempts.wire_us
+        self._check_going()
+        self._flush()
+        item.fence = self._batch.unpack(item.part, item.rows, item.span, results)
+        self._landing.append(self._fetching.popleft())
+        self._done_with(item.part)
+        while self._landing and self._landing[0].fence.is_passed():
+            self._retire()
+        if self._batch.lacking:
+            self._rescue(waits=False)
+        self._signal()
+
+    def _retire(self) -> None:
+        """Give the oldest unpacked part's span back, once its unpack is through."""
+        item = self._landing[0]
+        wait(item.fence)
+        self._load.timings.unpack_us += item.fence.device_us or 0.0
+        item.release()
+        self._landing.popleft()
+
+    def _done_with(self, part: GroupPart) -> None:
+        self._parts_left[part.group] -= 1
+
+    def _signal(self) -> None:
+        """Raise the counters of every group that is there, in order."""
+        load = self._load
+        assert load.step is not None
+        taken = load.counter_set
+        while self._next_group < len(load.groups):
+            first, end = load.groups[self._next_group]
+            if self._parts_left[self._next_group] or self._batch.lacks_before(end):
+                return
+            with self._loader.lane.work(load.behind) as fences:
+                taken.counters.signal(load.step, first, end)
+            if taken.events is not None:
+                taken.events.enqueued(load.step, first, end, fences[-1])
+            self._next_group += 1
+        load.complete = True
+
+    def _rescue(self, *, waits: bool = True) -> None:
+        """Fetch the objects whole that could not be read by ranges, as many as fit."""
+        plan, rows = self._batch.next_lacking(self._loader._part_bytes)
+        if plan is None:
+            return
+        span = self._acquire(plan.staging_bytes) if waits else self._try_acquire(plan.staging_bytes)
+        if span is None:
+            return
+        attempts = Attempts()
+        try:
+            checked, causes = self._fetch_whole(plan, span, attempts)
+            if causes:
+                self._fail_rows(causes)
+            wait(self._batch.unpack_whole(plan, rows, span, checked, causes))
+        finally:
+            self._load.timings.wire_us += attempts.wire_us
+            span.release(after_s=attempts.drain_s)
+
+    def _fetch_whole(
+        self, plan: SpacePlan, span: Span, attempts: Attempts
+    ) -> tuple[Checked | None, dict[str, str]]:
+        """Return what verifying found, and why objects cannot be had."""
+        self._check_going()
+        results = attempts.twice(
+            self._loader._store.get, plan.keys, plan.addresses(span.address), plan.sizes, again=()
+        )
+        causes = {
+            key: reason_of(result)
+            for key, result in zip(plan.keys, results, strict=True)
+            if result.outcome is not Outcome.FETCHED
+        }
+        self._flush()
+        if self._loader._seal is None:
+            return None, causes
+        checked = self._loader._seal.verify(plan, span)
+        return checked, {**checked.faults, **causes}
+
+    def _fail_rows(self, causes: dict[str, str]) -> None:
+        """Fail the requests that need objects which cannot be had."""
+        self._loader._existence.mark_failed(causes)
+        self._batch.fail(causes)
+        self._check_going()
+
+    def _check_going(self) -> None:
+        """Go on only while a request may come to a good end.
+
+        Raises:
+            Ended: none may.
+        """
+        load = self._load
+        if load.step is not None and load.step.cause is not None:
+            load.fail(TransferFailed(f"load failed: {load.step.cause}", cause="deadline"))
+        if load.done():
+            raise Ended
+
+    def _left_s(self) -> float:
+        load = self._load
+        if not load.going:
+            return 0.0
+        return max(transfer.left_s for transfer in load.transfers if not transfer.is_over)
+
+    def _acquire(self, num_bytes: int) -> Span:
+        span = acquire(self._loader._staging, num_bytes, self._left_s, self._make_room)
+        if span is None:
+            self._check_going()
+            raise Ended
+        return span
+
+    def _try_acquire(self, num_bytes: int) -> Span | None:
+        with contextlib.suppress(TimeoutError):
+            return self._loader._staging.acquire(num_bytes, 0.0)
+        return None
+
+    def _make_room(self) -> bool:
+        if self._landing:
+            self._retire()
+        elif self._fetching:
+            self._land()
+        else:
+            return False
+        return True
+
+    def _flush(self) -> None:
+        if self._loader._staging.memory == "device":
+            flush_gpudirect(self._loader._staging.tensor.device)
+
+
+def _us_since(begin_s: float) -> float:
+    return (time.perf_counter() - begin_s) * 1e6

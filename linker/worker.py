@@ -1,0 +1,146 @@
+"""A named thread that carries out transfers in the order they came, and outlives their failures."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from kvferry.errors import TransferFailed
+
+log = logging.getLogger(__name__)
+
+_IDLE_POLL_S = 1.0
+"""An idle thread looks up this often; everything else wakes it at once."""
+
+
+class Job(Protocol):
+    """What a worker carries out."""
+
+    def fail(self, error: TransferFailed) -> bool:
+        """End badly; False if it had ended already."""
+
+
+JobT = TypeVar("JobT", bound=Job)
+
+
+class Worker(Generic[JobT]):
+    """One thread and its queue. Safe from any thread.
+
+    Whatever ends the thread fails the job that it was at, and another thread takes its place. A job
+    stays at the head of the queue until it has ended, so that none is lost in between.
+    """
+
+    def __init__(
+        self, name: str, carry_out: Callable[[JobT], None], begin: Callable[[], None]
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            name: of the thread.
+            carry_out: does a job and ends it, also badly.
+            begin: called first in the thread.
+        """
+        self.name = name
+        self._carry_out = carry_out
+        self._begin = begin
+        self._jobs: deque[JobT] = deque()
+        self._is_at_work = False  # on the first of them
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = self._started()
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that are not begun yet."""
+        return len(self._jobs) - self._is_at_work
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def put(self, job: JobT) -> None:
+        """Enqueue a job.
+
+        Raises:
+            TransferFailed: the worker is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise TransferFailed(f"{self.name}: the linker is closed", cause="closed")
+            self._jobs.append(job)
+            if not self._thread.is_alive():  # it died where not even its last words came through
+                self._is_at_work = False
+                self._thread = self._started()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Take no more jobs; the thread ends after those that it has. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end, after `close`; whether it ended in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            thread = self._thread
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                return False
+            if thread is self._thread:  # else another has taken its place
+                return True
+
+    def fail_all(self, reason: str) -> None:
+        """Fail the job that the thread is at, and those that are not begun yet."""
+        with self._changed:
+            failed = list(self._jobs)
+            while len(self._jobs) > self._is_at_work:
+                self._jobs.pop()
+        for job in failed:
+            job.fail(TransferFailed(reason, cause="closed"))
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self) -> None:
+        begun = ended = False
+        try:
+            self._begin()
+            begun = True
+            while (job := self._next()) is not None:
+                self._carry_out(job)
+                self._done()
+            ended = True
+        # Not even an exit that somebody throws into this thread may leave a transfer without end.
+        except BaseException as error:
+            log.exception("thread %s ended, wanted it to go on", self.name)
+            if self._is_at_work:
+                job = self._jobs[0]
+                self._done()
+                job.fail(TransferFailed(f"{self.name} ended: {error!r}", cause="thread"))
+            if not begun:
+                self.fail_all(f"{self.name} could not begin: {error!r}")
+        finally:
+            if begun and not ended:
+                with self._changed:
+                    self._thread = self._started()
+
+    def _next(self) -> JobT | None:
+        """Wait for a job and begin it; None once there will be none any more."""
+        with self._changed:
+            while not self._jobs:
+                if self._closed:
+                    return None
+                self._changed.wait(_IDLE_POLL_S)
+            self._is_at_work = True
+            return self._jobs[0]
+
+    def _done(self) -> None:
+        with self._changed:
+            self._is_at_work = False
+            self._jobs.popleft()
