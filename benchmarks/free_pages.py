@@ -51,9 +51,9 @@ class FreePages:
         Raises:
             ValueError: a page is not in use, or not one of the space.
         """
-        free = set(self._free)
-        for page_id in page_ids:
+        given, free = list(page_ids), set(self._free)
+        for page_id in given:
             if page_id in free or not 0 <= page_id < self.num_pages:
                 raise ValueError(f"page {page_id} is not in use, wanted one that is")
             free.add(page_id)
-            self._free.insert(0, page_id)
+        self._free[:0] = given

@@ -1,0 +1,231 @@
+"""The runner sees what its layers read when they read it: late and wrong loads are caught."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compute import Compute
+from free_pages import FreePages, Pages
+from lanes import draw, overlaps
+from local import cut
+from runner import Runner, main
+
+from kvferry import CacheLayout
+from kvferry.errors import TransferFailed
+from kvferry.linker.trace import Trace
+from kvferry.linker.waits import Waited
+from kvferry.testing import check_telling, make_tensors, write_telling
+
+NUM_PAGES = 12
+
+
+@pytest.fixture
+def layout() -> CacheLayout:
+    plain = cut("qwen3-8b-fp8-scales", 4)
+    return plain.bind(make_tensors(plain, NUM_PAGES))
+
+
+@pytest.fixture
+def runner(layout: CacheLayout) -> Runner:
+    trace = Trace()
+    return Runner(layout, trace, Compute(torch.device("cpu"), trace, layer_us=500), max_pages=4)
+
+
+class Ending:
+    """A request's handle that has ended."""
+
+    def __init__(self, error: TransferFailed | None = None) -> None:
+        self.error = error
+
+    def result(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class Landing:
+    """A load whose layers are brought by a function, when they are waited for."""
+
+    def __init__(self, land: Callable[[int], None], *errors: TransferFailed | None) -> None:
+        self.land = land
+        self.transfers = [Ending(error) for error in errors or (None,)]
+        self.calls: list[Any] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def wait_layer(self, layer: int) -> Waited:
+        self.calls.append(layer)
+        self.land(layer)
+        return Waited(f"layer {layer}", "landed", 3.0)
+
+    def result(self) -> None:
+        self.calls.append("result")
+
+
+def bring(layout: CacheLayout, pages: Pages, layer: int) -> None:
+    for space, page_ids in pages.page_ids.items():
+        write_telling(layout, space, page_ids, pages.tags, layers=[layer])
+
+
+def step(runner: Runner, load: Landing, *loaded: Pages, **other: Any) -> Any:
+    handle: Any = load
+    return runner.step(load=handle, loaded=loaded, **other)
+
+
+def test_a_load_in_time_is_right(runner: Runner, layout: CacheLayout) -> None:
+    pages = runner.new_pages(3)
+    load = Landing(lambda layer: bring(layout, pages, layer))
+    times = step(runner, load, pages)
+    assert load.calls == ["start", 0, 1, 2, 3, "result"]
+    assert times.failures == [None]
+    assert times.wait_us == 12.0
+    assert times.step_us >= 4 * 500
+
+
+def test_a_layer_that_comes_after_it_was_read_is_caught(
+    runner: Runner, layout: CacheLayout
+) -> None:
+    pages = runner.new_pages(3)
+    load = Landing(lambda layer: bring(layout, pages, layer - (layer == 3)))
+    with pytest.raises(AssertionError, match="layer 3: "):
+        step(runner, load, pages)
+
+    def late(layer: int) -> None:  # layer 1 lands one layer late, all is there in the end
+        for each in {0: [0], 1: [], 2: [1, 2], 3: [3]}[layer]:
+            bring(layout, others, each)
+
+    others = runner.new_pages(3)
+    with pytest.raises(AssertionError, match="layer 1: "):
+        step(runner, Landing(late), others)
+    check_telling(layout, "full", others.page_ids["full"], others.tags)
+
+
+def test_pages_that_were_right_before_are_spoilt(runner: Runner, layout: CacheLayout) -> None:
+    pages = runner.new_pages(1)
+    runner.fill(pages)
+    runner.step(read=[pages])
+    runner.new_pages(NUM_PAGES - 1)
+    runner.give_back(pages)
+    elsewhere = runner.places_for(pages)
+    assert elsewhere == pages  # no other place is free
+    with pytest.raises(AssertionError, match="layer 0: "):
+        step(runner, Landing(lambda layer: None), elsewhere)
+    runner.fill(elsewhere)
+    runner.spoil(elsewhere)
+    with pytest.raises(AssertionError, match="layer 0: "):
+        runner.step(read=[elsewhere])
+
+
+def test_a_failed_request_is_not_compared_but_the_others_are(
+    runner: Runner, layout: CacheLayout
+) -> None:
+    failed, good = runner.new_pages(1), runner.new_pages(2)
+    error = TransferFailed("gone")
+    load = Landing(lambda layer: bring(layout, good, layer), error, None)
+    assert step(runner, load, failed, good).failures == [error, None]
+    load = Landing(lambda layer: bring(layout, failed, layer), error, None)
+    runner.spoil(good)
+    with pytest.raises(AssertionError, match="bytes differ"):
+        step(runner, load, failed, good)
+
+
+def test_layers_are_told_of_once_they_are_written(runner: Runner, layout: CacheLayout) -> None:
+    read, written = runner.new_pages(2), runner.new_pages(3)
+    runner.fill(read)
+    told: list[int] = []
+    page_ids = written.page_ids["full"]
+
+    class Saving:
+        def layer_written(self, layer: int) -> None:
+            told.append(layer)
+            check_telling(layout, "full", page_ids, written.tags, layers=range(layer + 1))
+            for later in range(layer + 1, 4):
+                with pytest.raises(AssertionError):
+                    check_telling(layout, "full", page_ids, written.tags, layers=[later])
+
+    save: Any = Saving()
+    runner.step(read=[read], written=written, save=save)
+    assert told == [0, 1, 2, 3]
+    runner.step(read=[read])
+
+
+def test_reading_is_part_of_the_compute_time(runner: Runner) -> None:
+    pages = runner.new_pages(4)
+    runner.fill(pages)
+    trace: Trace = runner._trace
+    runner.step(read=[pages])
+    computed = trace.intervals("compute")
+    assert [each.name for each in computed] == [f"layer {layer}" for layer in range(4)]
+    (check,) = trace.intervals("check")
+    assert check.begin_s >= computed[-1].end_s
+    runner.compute.layer_us = 100_000
+    with runner.compute.layer(7):
+        time.sleep(0.08)
+    with runner.compute.layer(8):
+        time.sleep(0.12)
+    shorter, longer = (each.end_s - each.begin_s for each in trace.intervals("compute")[4:])
+    assert 0.1 <= shorter < 0.15  # and not 0.18
+    assert 0.12 <= longer < 0.17  # and not 0.22
+
+
+def test_more_pages_than_there_is_room_for_are_refused(runner: Runner) -> None:
+    pages = runner.new_pages(5)
+    with pytest.raises(ValueError, match="5 pages, wanted at most 4"):
+        runner.step(read=[pages])
+    with pytest.raises(ValueError, match="5 pages, wanted at most 4"):
+        runner.step(written=pages)
+
+
+def test_pages_are_handed_out_once() -> None:
+    free = FreePages(6)
+    taken = free.take(6)
+    assert sorted(taken) == list(range(6))
+    assert taken != list(range(6))
+    with pytest.raises(MemoryError, match="1 pages wanted, 0 are free"):
+        free.take(1)
+    free.give(taken[:2])
+    assert len(free) == 2
+    for page_ids in ([taken[0]], [6], [-1], [taken[2], taken[2]]):
+        with pytest.raises(ValueError, match=f"page {page_ids[-1]} is not in use"):
+            free.give(page_ids)
+    assert len(free) == 2  # refused whole
+    assert sorted(free.take(2)) == sorted(taken[:2])
+
+
+def test_a_trace_is_drawn_and_its_overlap_told(tmp_path: Path) -> None:
+    trace = Trace()
+    for layer in range(4):
+        trace.add("compute", f"layer {layer}", layer * 0.010, (layer + 1) * 0.010)
+    trace.add("wire", "layers 0..1", -0.010, 0.010)
+    trace.add("wire", "layers 2..3", 0.005, 0.020)
+    rows = {row["lane"]: row for row in overlaps(trace)}
+    assert rows["wire"]["intervals"] == 2
+    assert rows["wire"]["busy ms"] == pytest.approx(30)
+    assert rows["wire"]["beside compute ms"] == pytest.approx(20)
+    assert rows["wire"]["share"] == "67%"
+    draw(trace, tmp_path / "lanes.png", "a test")
+    assert (tmp_path / "lanes.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.mooncake
+def test_the_program_saves_loads_and_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = time.monotonic()
+    status = main(
+        ["--layers", "5", "--pages", "3", "--compute-us", "1000", "--staging-mb", "8", "--save",
+         "--out", str(tmp_path / "out")]
+    )  # fmt: skip
+    assert time.monotonic() - begin < 60
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "3 stored" in said
+    assert "every byte right" in said
+    events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
+    lanes = {event["cat"] for event in events if event["ph"] == "X"}
+    assert {"compute", "wait", "pack", "wire", "unpack"} <= lanes
+    assert (tmp_path / "out" / "lanes.png").read_bytes().startswith(b"\x89PNG")
