@@ -179,22 +179,27 @@ class LayerLoad:
 
     def cancel(self) -> bool:
         """Give all requests up, and let through whoever waits; False if all had ended already."""
-        was_going = sum(transfer.cancel() for transfer in self.transfers) > 0
-        if was_going and self._set is not None and self.step is not None:
-            self._set.counters.fail(self.step, "load was cancelled")
+        return self.give_up("load was cancelled", "cancelled")
+
+    def give_up(self, reason: str, cause: str) -> bool:
+        """End every request that goes on badly, from outside the loader; see `Transfer.give_up`."""
+        was_going = sum(transfer.give_up(reason, cause) for transfer in self.transfers) > 0
+        self._fail_step(was_going, reason)
         return was_going
 
     def fail(self, error: TransferFailed) -> bool:
         """End every request that goes on badly, and let through who waits; for the loader."""
         was_going = sum(transfer.fail(error) for transfer in self.transfers) > 0
-        if was_going and self._set is not None and self.step is not None:
-            self._set.counters.fail(self.step, str(error))
+        self._fail_step(was_going, str(error))
         return was_going
 
     def let_through(self) -> None:
         """Raise every counter that is not raised yet; for the loader, at the end."""
-        if self._set is not None and self.step is not None and not self.complete:
-            self._set.counters.fail(self.step, "load ended before its last layer")
+        self._fail_step(not self.complete, "load ended before its last layer")
+
+    def _fail_step(self, wanted: bool, cause: str) -> None:
+        if wanted and self._set is not None and self.step is not None:
+            self._set.counters.fail(self.step, cause)
 
     @property
     def going(self) -> bool:

@@ -505,7 +505,8 @@ class Linker:
                 raise TransferFailed("transfer refused: the linker is closed", cause="closed")
             if worker.num_waiting >= self.config.max_queued:
                 raise TransferFailed(
-                    f"transfer refused: {self.config.max_queued} wait already", cause="busy"
+                    f"transfer refused: {self.config.max_queued} transfers wait already",
+                    cause="busy",
                 )
             worker.put(job)
 

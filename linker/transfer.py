@@ -146,7 +146,7 @@ class Transfer:
     def done(self) -> bool:
         """Whether there is a result or a failure. Never waits, unless the deadline just passed."""
         if not self.is_over and self.left_s == 0:
-            self._give_up(f"{self.kind} not done within {self.timeout_s:g} s", "deadline")
+            self.give_up(f"{self.kind} not done within {self.timeout_s:g} s", "deadline")
         return self.is_over
 
     def result(self, timeout_s: float | None = None) -> TransferResult:
@@ -187,7 +187,7 @@ class Transfer:
         Returns:
             False if it had ended already.
         """
-        return self._give_up(f"{self.kind} was cancelled", "cancelled")
+        return self.give_up(f"{self.kind} was cancelled", "cancelled")
 
     def _wait(self, is_true: Callable[[], bool], timeout_s: float | None) -> bool:
         wait_s = self.left_s if timeout_s is None else min(timeout_s, self.left_s)
@@ -265,8 +265,11 @@ class Transfer:
             self._on_end(self, error)
         return True
 
-    def _give_up(self, reason: str, cause: str) -> bool:
-        # Whatever the worker has launched on the pages ends first; it launches nothing after.
+    def give_up(self, reason: str, cause: str) -> bool:
+        """Fail it from outside its worker; False if it had ended already.
+
+        Whatever the worker has launched on the pages ends first; it launches nothing after.
+        """
         touched = f"{reason}, and its pages are still being touched"
         if not self._touching.acquire(timeout=TOUCH_LIMIT_S):
             return self.fail(TransferFailed(touched, cause=cause))

@@ -19,7 +19,10 @@ class Job(Protocol):
     """What a worker carries out."""
 
     def fail(self, error: TransferFailed) -> bool:
-        """End badly; False if it had ended already."""
+        """End badly, for its worker; False if it had ended already."""
+
+    def give_up(self, reason: str, cause: str) -> bool:
+        """End badly, from outside the worker; False if it had ended already."""
 
 
 JobT = TypeVar("JobT", bound=Job)
@@ -100,7 +103,7 @@ class Worker(Generic[JobT]):
             while len(self._jobs) > self._is_at_work:
                 self._jobs.pop()
         for job in failed:
-            job.fail(TransferFailed(reason, cause="closed"))
+            job.give_up(reason, "closed")
 
     def _started(self) -> threading.Thread:
         thread = threading.Thread(target=self._run, name=self.name, daemon=True)

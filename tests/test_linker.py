@@ -464,10 +464,10 @@ def test_close_has_a_bound(bed: Bed) -> None:
     second = linker.save(["q"], {"full": [1]})
     with pytest.raises(TransferFailed, match=r"kvferry-save still at work 0\.2 s after close"):
         linker.close(0.2)
-    with pytest.raises(TransferFailed, match="the linker was closed"):
-        second.result()
+    for save in (first, second):
+        with pytest.raises(TransferFailed, match="the linker was closed"):
+            save.result()
     leave.set()
-    assert first.result().num_objects == 1
     linker.close(10)
 
 
