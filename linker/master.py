@@ -95,6 +95,11 @@ class LocalMaster:
         """Whether the master's process is alive."""
         return self._child is not None and self._child.poll() is None
 
+    @property
+    def pid(self) -> int | None:
+        """The master's process id, None while none runs; a stopped (SIGSTOP) master still counts."""
+        return self._child.pid if self._child is not None else None
+
     def start(self) -> "LocalMaster":
         """Start the master and wait until it serves; while it runs already, do nothing.
 

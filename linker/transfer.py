@@ -23,7 +23,7 @@ class Timings:
         queue_us: from there until the worker began.
         staging_us: waiting for a span.
         pack_us, unpack_us: the kernels' own time (a CPU: the torch reference's).
-        wire_us: in the store's put or get calls, with their checks.
+        wire_us: in the store's calls, with their checks; of all threads, where several make them.
         seal_us: writing trailers (a save), or verifying checksums and trailers (a load).
         lookup_us: asking which objects exist already (a save).
         model_us: waiting for the model to write its layers (a layer-wise save).

@@ -12,6 +12,8 @@ from hypothesis import Phase, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from linker_bed import Bed
+
 from kvferry.linker.master import LocalMaster
 from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
 from kvferry.linker.owner import LocalOwner
@@ -93,3 +95,12 @@ def make_memory() -> Iterator[Callable[[MooncakeStore, int], Memory]]:
 def unique(request: pytest.FixtureRequest) -> Callable[[str], str]:
     """Make keys that no other test uses."""
     return lambda name: f"{request.node.nodeid}/{name}"
+
+
+@pytest.fixture
+def bed(mooncake_store: MooncakeStore, device: torch.device) -> Iterator[Bed]:
+    bed = Bed(mooncake_store, device)
+    yield bed
+    bed.store.before.clear()
+    for linker in bed.linkers:
+        linker.close(20)

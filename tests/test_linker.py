@@ -3,108 +3,22 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from linker_bed import HYBRID, Bed, ids, keys
 
 from kvferry.errors import ArgumentError, StoreUnavailable, TransferFailed
 from kvferry.layout import CacheLayout
 from kvferry.linker.linker import Linker, LinkerConfig
-from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.plan import stride_bytes
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import ObjectResult, Outcome
-from kvferry.testing import check_poison, check_telling, make_tensors, write_telling
+from kvferry.testing import check_poison, check_telling, write_telling
 
 pytestmark = pytest.mark.mooncake
-
-HYBRID: dict[str, Any] = {
-    "page_size": 4,
-    "num_layers": 5,
-    "window_tokens": 8,
-    "pools": [
-        {"name": "k", "index": "full", "rows": "token", "row_shape": [4, 64], "dtype": "bfloat16",
-         "layers": [0, 2, 4]},
-        {"name": "scale", "index": "full", "rows": "token", "row_shape": [3], "dtype": "uint8",
-         "layers": [0, 2, 4]},
-        {"name": "swa_k", "index": "swa", "rows": "token", "row_shape": [2, 64],
-         "dtype": "bfloat16", "layers": [1]},
-        {"name": "ssm", "index": "state", "rows": "page", "row_shape": [70, 33],
-         "dtype": "float32", "layers": [3]},
-    ],
-}  # fmt: skip
-NUM_PAGES = 64
-_names = itertools.count()
-
-
-class Faulty:
-    """A real store whose calls a test can delay, answer itself, or break."""
-
-    def __init__(self, store: MooncakeStore) -> None:
-        self.store = store
-        self.before: dict[str, Callable[..., Any]] = {}
-        self.calls: list[tuple[str, int]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(self.store, name)
-        if name not in ("exists", "put", "get"):
-            return real
-
-        def call(keys: Sequence[str], *rest: Any, **options: Any) -> Any:
-            self.calls.append((name, len(keys)))
-            answer = self.before[name](keys, *rest) if name in self.before else None
-            return real(keys, *rest, **options) if answer is None else answer
-
-        return call
-
-
-class Bed:
-    """A layout with pools, a store that can fail, and linkers over them."""
-
-    def __init__(self, store: MooncakeStore, device: torch.device) -> None:
-        plain = CacheLayout.from_description(HYBRID)
-        self.layout = plain.bind(make_tensors(plain, NUM_PAGES, device))
-        self.store = Faulty(store)
-        self.linkers: list[Linker] = []
-
-    def linker(self, staging_bytes: int = 1 << 20, **settings: Any) -> Linker:
-        assert self.layout.device is not None
-        memory = "cpu" if self.layout.device.type == "cpu" else "pinned"
-        staging = StagingBuffer(staging_bytes, device=self.layout.device, memory=memory)
-        settings = {"namespace": f"test-linker-{next(_names)}", "lookup_ttl_s": 0.0, **settings}
-        self.linkers.append(Linker(self.layout, self.store, staging, LinkerConfig(**settings)))
-        return self.linkers[-1]
-
-    def fill(self, first: int, count: int) -> dict[str, list[int]]:
-        """Write telling pages `first ..` of every space, tagged by their id."""
-        pages = list(range(first, first + count))
-        for space in self.layout.spaces:
-            write_telling(self.layout, space, pages, pages)
-        return dict.fromkeys(self.layout.spaces, pages)
-
-    def check(self, first: int, tags: Sequence[int]) -> None:
-        """Compare pages `first ..` of every space with what was saved under these tags."""
-        for space in self.layout.spaces:
-            check_telling(self.layout, space, list(range(first, first + len(tags))), tags)
-
-
-@pytest.fixture
-def bed(mooncake_store: MooncakeStore, device: torch.device) -> Iterator[Bed]:
-    bed = Bed(mooncake_store, device)
-    yield bed
-    bed.store.before.clear()
-    for linker in bed.linkers:
-        linker.close(20)
-
-
-def ids(bed: Bed, first: int, count: int) -> dict[str, list[int]]:
-    return {space: list(range(first, first + count)) for space in bed.layout.spaces}
-
-
-def keys(count: int) -> list[str]:
-    return [f"page-{index}" for index in range(count)]
 
 
 def test_saved_pages_come_back_byte_for_byte(bed: Bed) -> None:
