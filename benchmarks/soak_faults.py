@@ -1,0 +1,168 @@
+"""The faults of a soak: processes killed and frozen, objects removed, replaced and crowded out."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from soak_cluster import CHAIN_PAGES, NUM_CHAINS, Cluster, Engine
+from soak_tally import Tally
+
+from kvferry.errors import StoreError
+from kvferry.linker.store import Outcome
+from kvferry.trailer import stored_bytes
+
+PAUSE_S = 0.25
+"""Mean time between two faults."""
+KINDS = {
+    "object removed": 100,
+    "object with a flipped bit": 20,
+    "object with another's bytes": 20,
+    "object cut short": 10,
+    "store crowded": 4,
+    "owner frozen": 4,
+    "master restarted": 2,
+    "owner restarted": 2,
+}
+"""How often each kind is chosen, relative to the others."""
+_SCRATCH_BYTES = 1 << 20
+_RESTART_S = 30.0
+
+
+class Faults(threading.Thread):
+    """Injects faults, one after the other, until it is told to stop; leaves everything running."""
+
+    def __init__(
+        self, seed: int, cluster: Cluster, tally: Tally, stopping: threading.Event
+    ) -> None:
+        super().__init__(name="soak-faults", daemon=True)
+        self._rng = random.Random(f"{seed}-faults")
+        self._cluster = cluster
+        self._tally = tally
+        self._stopping = stopping
+        self._store = cluster.client()
+        self._scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8)
+        self._store.register(self._scratch.data_ptr(), _SCRATCH_BYTES)
+        self._kinds: dict[str, Callable[[], bool]] = {
+            "object removed": self._remove,
+            "object with a flipped bit": self._flip,
+            "object with another's bytes": self._exchange,
+            "object cut short": self._cut,
+            "store crowded": self._crowd,
+            "owner frozen": self._freeze_owner,
+            "master restarted": self._restart_master,
+            "owner restarted": self._restart_owner,
+        }
+
+    def run(self) -> None:
+        """Inject faults; those that hit nothing are not counted."""
+        while not self._stopping.wait(self._rng.expovariate(1 / PAUSE_S)):
+            (kind,) = self._rng.choices(list(KINDS), list(KINDS.values()))
+            self.inject(kind)
+
+    def inject(self, kind: str) -> None:
+        """Inject one fault of a kind."""
+        try:
+            if self._kinds[kind]():
+                self._tally.fault(kind)
+        except StoreError:
+            pass  # an earlier fault is still felt
+        except Exception as error:  # noqa: BLE001 - counted and shown, and the soak fails
+            self._tally.unexpected(f"fault {kind!r}", error)
+
+    # ---- processes ----
+
+    def _restart_master(self) -> bool:
+        self._cluster.master.kill()
+        time.sleep(self._rng.random() * 3)
+        self._until_started(self._cluster.master.start)
+        return True
+
+    def _restart_owner(self) -> bool:
+        self._cluster.owner.kill()
+        time.sleep(self._rng.random() * 3)
+        self._until_started(self._cluster.owner.start)
+        return True
+
+    def _freeze_owner(self) -> bool:
+        pid = self._cluster.owner.pid
+        if pid is None:
+            return False
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(self._rng.choice([0.1, 0.5, 1.5, 4.0]))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        return True
+
+    def _until_started(self, start: Callable[[], object]) -> None:
+        deadline = time.monotonic() + _RESTART_S
+        while True:
+            try:
+                start()
+            except StoreError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+            else:
+                return
+
+    # ---- objects ----
+
+    def _remove(self) -> bool:
+        results = self._store.remove([self._aim()[0]], force=True)
+        return results[0].outcome is Outcome.STORED
+
+    def _flip(self) -> bool:
+        key, size = self._aim()
+        if not self._fetch(key, size):
+            return False
+        self._scratch[self._rng.randrange(size)] ^= 1 << self._rng.randrange(8)
+        return self._replace(key, size)
+
+    def _exchange(self) -> bool:
+        """Put one page's object under another page's key: whole in itself, in the wrong place."""
+        key, size = self._aim(space="full")
+        other, _ = self._aim(space="full")
+        return key != other and self._fetch(other, size) and self._replace(key, size)
+
+    def _cut(self) -> bool:
+        key, size = self._aim()
+        return self._fetch(key, size) and self._replace(key, self._rng.randrange(1, size))
+
+    def _crowd(self) -> bool:
+        """Fill the store with other objects, for a moment."""
+        keys = [f"filler-{number}" for number in range(12)]
+        address = self._scratch.data_ptr()
+        stored = [
+            key
+            for key in keys
+            if self._store.put([key], [address], [_SCRATCH_BYTES])[0].outcome is Outcome.STORED
+        ]
+        time.sleep(self._rng.random() * 2)
+        self._store.remove(keys, force=True)
+        return bool(stored)
+
+    def _aim(self, space: str | None = None) -> tuple[str, int]:
+        """Return an object's key and size: of a page just looked up, or of any."""
+        engine: Engine = self._rng.choice(self._cluster.engines)
+        layout = engine.linker.layout
+        space = space or self._rng.choice(layout.spaces)
+        page = f"chain-{self._rng.randrange(NUM_CHAINS)}-{self._rng.randrange(CHAIN_PAGES)}"
+        hot = list(engine.hot)
+        if hot and self._rng.random() < 0.7:
+            page = self._rng.choice(hot)
+        (key,) = engine.linker.keys.object_keys([page], space)
+        return key, stored_bytes(layout.object_bytes[space], layout.num_layers)
+
+    def _fetch(self, key: str, size: int) -> bool:
+        results = self._store.get([key], [self._scratch.data_ptr()], [size])
+        return results[0].outcome is Outcome.FETCHED
+
+    def _replace(self, key: str, size: int) -> bool:
+        self._store.remove([key], force=True)
+        results = self._store.put([key], [self._scratch.data_ptr()], [size])
+        return results[0].outcome is Outcome.STORED
