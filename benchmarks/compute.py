@@ -39,6 +39,7 @@ class Compute:
         self._device = device
         self._trace = trace
         self._num_matmuls = num_matmuls
+        self._end_s = 0.0
         self._factors: list[torch.Tensor] = []
         if device.type == "cuda":
             shape = (matmul_size, matmul_size)
@@ -47,10 +48,15 @@ class Compute:
             ]
 
     @contextmanager
-    def layer(self, layer: int) -> Iterator[None]:
+    def layer(self, layer: int, *, follows: bool = False) -> Iterator[None]:
         """Compute a layer around a body that reads and writes its pages.
 
         On a CPU both together take `layer_us`, unless the body alone takes longer.
+
+        Args:
+            layer: which one, for the trace.
+            follows: whether it could begin as soon as the one before had ended. A GPU would begin
+                it then; a sleeping host wakes up some 0.1 ms late, and makes up for it here.
         """
         begin_s = time.perf_counter()
         with self._on_stream("compute", layer):
@@ -58,7 +64,8 @@ class Compute:
             for _ in range(self._num_matmuls if self._factors else 0):
                 torch.mm(self._factors[0], self._factors[1], out=self._factors[2])
         if not self._factors:
-            left_s = begin_s + self.layer_us * 1e-6 - time.perf_counter()
+            self._end_s = (self._end_s if follows else begin_s) + self.layer_us * 1e-6
+            left_s = self._end_s - time.perf_counter()
             if left_s > 0:
                 time.sleep(left_s)
             self._trace.add("compute", f"layer {layer}", begin_s, time.perf_counter())

@@ -1,19 +1,10 @@
-"""What a simulated model runs on: a real model's layout, and a linker over loopback."""
+"""What a simulated model runs on: a real model's layout, and a store over loopback."""
 
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
-from kvferry import (
-    CacheLayout,
-    Linker,
-    LinkerConfig,
-    LocalMaster,
-    LocalOwner,
-    MooncakeConfig,
-    MooncakeStore,
-    StagingBuffer,
-)
-from kvferry.linker.trace import Trace
+from kvferry import CacheLayout, LocalMaster, LocalOwner, MooncakeConfig, MooncakeStore
 from kvferry.models import description
 
 
@@ -35,14 +26,12 @@ def cut(model: str, num_layers: int | None) -> CacheLayout:
 
 
 @contextmanager
-def local_linker(
-    layout: CacheLayout, config: LinkerConfig, trace: Trace, *, owner_bytes: int, staging_bytes: int
-) -> Iterator[Linker]:
-    """Make a linker whose objects go to an owner in another process, over TCP loopback."""
-    assert layout.device is not None
-    with ExitStack() as stack:
-        master = stack.enter_context(LocalMaster())
-        stack.enter_context(LocalOwner(master.address, owner_bytes))
-        store = stack.enter_context(MooncakeStore(MooncakeConfig(master.address)))
-        staging = StagingBuffer(staging_bytes, device=layout.device)
-        yield stack.enter_context(Linker(layout, store, staging, config, trace=trace))
+def local_store(owner_bytes: int) -> Iterator[MooncakeStore]:
+    """Make a store whose objects go to an owner in another process, over TCP loopback."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    with (
+        LocalMaster() as master,
+        LocalOwner(master.address, owner_bytes),
+        MooncakeStore(MooncakeConfig(master.address)) as store,
+    ):
+        yield store

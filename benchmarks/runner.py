@@ -17,9 +17,9 @@ from bars import table
 from compute import Compute
 from free_pages import FreePages, Pages
 from lanes import draw, overlaps
-from local import cut, local_linker
+from local import cut, local_store
 
-from kvferry import CacheLayout, LinkerConfig
+from kvferry import CacheLayout, Linker, LinkerConfig, StagingBuffer
 from kvferry.errors import TransferFailed
 from kvferry.linker.layer_load import LayerLoad
 from kvferry.linker.layer_save import LayerSave
@@ -153,14 +153,17 @@ class Runner:
         begin_s = time.perf_counter()
         if load is not None:
             load.start()
+        follows = False
         for layer in range(self.layout.num_layers):
             if load is not None:
                 with self.compute.stalled(layer):
                     wait_us += load.wait_layer(layer).waited_us
-            with self.compute.layer(layer):
+            with self.compute.layer(layer, follows=follows):
                 for space, pool, copies, fresh in self._views[layer]:
                     torch.index_select(pool, 0, reads[space], out=copies[: len(reads[space])])
                     pool.index_copy_(0, writes[space], fresh[: len(writes[space])])
+                # Asked before this layer's time is up: what lands later holds the next one up.
+                follows = load is None or _is_there(load, layer + 1)
             if save is not None:
                 save.layer_written(layer)
         self.compute.finish()
@@ -209,6 +212,12 @@ class Runner:
         return found
 
 
+def _is_there(load: LayerLoad, layer: int) -> bool:
+    """Whether a layer has landed, so that its compute needs to wait for nothing."""
+    assert load.step is not None
+    return layer < len(load.step.targets) and load.counter_set.counters.reached(load.step, layer)
+
+
 def _verdicts(load: LayerLoad) -> list[TransferFailed | None]:
     """Wait for a load's end; return for each of its requests why it failed, None if it did not."""
     found: list[TransferFailed | None] = []
@@ -244,9 +253,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     object_bytes = sum(layout.object_bytes.values())
     config = LinkerConfig(namespace="runner", compute_us_per_layer=options.compute_us)
     owner_bytes = 256 * 2**20 + 4 * options.pages * object_bytes
-    with local_linker(
-        layout, config, trace, owner_bytes=owner_bytes, staging_bytes=options.staging_mb << 20
-    ) as linker:
+    staging = StagingBuffer(options.staging_mb << 20, device=device)
+    with (
+        local_store(owner_bytes) as store,
+        Linker(layout, store, staging, config, trace=trace) as linker,
+    ):
         for _ in range(3):  # the last one is shown; in the others everything is touched once
             old = runner.new_pages(options.pages)
             save = linker.save(old.keys, old.page_ids, layerwise=True)

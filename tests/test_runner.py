@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,10 +50,18 @@ class Ending:
 class Landing:
     """A load whose layers are brought by a function, when they are waited for."""
 
-    def __init__(self, land: Callable[[int], None], *errors: TransferFailed | None) -> None:
+    def __init__(
+        self,
+        land: Callable[[int], None],
+        *errors: TransferFailed | None,
+        early: tuple[int, ...] = (),
+    ) -> None:
         self.land = land
         self.transfers = [Ending(error) for error in errors or (None,)]
         self.calls: list[Any] = []
+        self.step = SimpleNamespace(targets=[1] * 4)
+        counters = SimpleNamespace(reached=lambda step, layer: layer in early)
+        self.counter_set = SimpleNamespace(counters=counters)
 
     def start(self) -> None:
         self.calls.append("start")
@@ -170,6 +179,38 @@ def test_reading_is_part_of_the_compute_time(runner: Runner) -> None:
     shorter, longer = (each.end_s - each.begin_s for each in trace.intervals("compute")[4:])
     assert 0.1 <= shorter < 0.15  # and not 0.18
     assert 0.12 <= longer < 0.17  # and not 0.22
+
+
+def test_a_late_host_is_made_up_for_where_the_layer_was_there(runner: Runner) -> None:
+    compute = runner.compute
+    compute.layer_us = 100_000
+    for follows, wanted_s in ((True, 0.2), (False, 0.26)):
+        with compute.layer(0):
+            begin_s = time.perf_counter()
+        time.sleep(0.06)
+        with compute.layer(1, follows=follows):
+            pass
+        assert wanted_s - 0.005 <= time.perf_counter() - begin_s < wanted_s + 0.04
+
+
+def test_a_layer_follows_only_if_it_was_there_in_time(
+    runner: Runner, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[bool] = []
+    real = runner.compute.layer
+
+    def noting(layer: int, *, follows: bool) -> Any:
+        followed.append(follows)
+        return real(layer, follows=follows)
+
+    monkeypatch.setattr(runner.compute, "layer", noting)
+    pages = runner.new_pages(1)
+    load = Landing(lambda layer: bring(layout, pages, layer), early=(0, 2))
+    step(runner, load, pages)
+    assert followed == [False, False, True, False]
+    followed.clear()
+    runner.step(read=[pages])
+    assert followed == [False, True, True, True]
 
 
 def test_more_pages_than_there_is_room_for_are_refused(runner: Runner) -> None:
