@@ -7,6 +7,7 @@ from typing import Any
 from kvferry.errors import StoreError, StoreUnavailable
 from kvferry.linker import codes
 from kvferry.linker.gate import Breaker, Gate
+from kvferry.linker.patience import Patience
 from kvferry.linker.regions import RegisteredRanges
 
 _SESSION_CALLS = (
@@ -35,6 +36,7 @@ class Calls:
         self.gate = Gate()
         self.breaker = Breaker(probe)
         self.ranges = RegisteredRanges()
+        self.patience = Patience()
         self._address = address
 
     @property

@@ -12,6 +12,7 @@ from kvferry.linker import codes
 from kvferry.linker.arguments import check_keys, check_sizes, split
 from kvferry.linker.calls import Calls
 from kvferry.linker.gate import Gate
+from kvferry.linker.patience import UNTRIED
 from kvferry.linker.store import ObjectResult, Outcome
 
 _DRAIN_TIMEOUT_S = 90.0  # longer than Mooncake's own bound on a transfer, 60 s
@@ -177,8 +178,15 @@ class MooncakeGetSession:
         self._book.calls.check_addresses(keys, addresses, sizes)
         results: list[ObjectResult] = []
         with self._reads:
-            for part in split(sizes, self._book.max_call_bytes, self._book.max_call_objects):
+            patience, is_lost = self._book.calls.patience, False
+            step = min(self._book.max_call_objects, patience.ranges_per_call)
+            for part in split(sizes, self._book.max_call_bytes, step):
+                if is_lost:
+                    results += [UNTRIED] * (part.stop - part.start)
+                    continue
+                begin_s = time.monotonic()
                 results += self._read_part(keys[part], addresses[part], sizes[part], offsets[part])
+                is_lost = patience.is_lost(results[part], time.monotonic() - begin_s)
         return results
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class LocalMaster:
 
     @property
     def pid(self) -> int | None:
-        """The master's process id, None while none runs; a stopped (SIGSTOP) master still counts."""
+        """The master's process id, None while none runs; a stopped (SIGSTOP) one counts."""
         return self._child.pid if self._child is not None else None
 
     def start(self) -> "LocalMaster":

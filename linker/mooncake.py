@@ -229,6 +229,9 @@ def _connect(config: MooncakeConfig) -> Any:
     # From 2048 slices in flight on, Mooncake up to 0.3.13 loses its TCP channel for good.
     os.environ.setdefault("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")
     os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(round(config.rpc_timeout_s * 1000)))
+    # An owner that hangs costs this much, of 30 s: until it begins to answer, or to go on.
+    os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", "5")
+    os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "10")
     os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "3")  # of 20; the GIL is held
     client_class = _client_class()
     if not _listens(config):

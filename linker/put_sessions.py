@@ -10,6 +10,7 @@ from kvferry.linker import codes
 from kvferry.linker.arguments import check_keys, check_sizes, split
 from kvferry.linker.coverage import Coverage
 from kvferry.linker.gate import Gate
+from kvferry.linker.patience import UNTRIED
 from kvferry.linker.put_book import PutBook
 from kvferry.linker.store import ObjectResult, Outcome
 
@@ -77,16 +78,20 @@ class MooncakePutSession:
         with self._writes:
             self._claim(keys, sizes, offsets)
             results: list[ObjectResult] = []
+            patience, is_lost = self._book.calls.patience, False
+            step = min(self._book.max_call_objects, patience.ranges_per_call)
             try:
-                for part in split(sizes, self._book.max_call_bytes, self._book.max_call_objects):
-                    reason = self._unfit()
+                for part in split(sizes, self._book.max_call_bytes, step):
+                    reason = self._unfit() or (UNTRIED if is_lost else None)
                     if reason is not None:
                         results += [reason] * (part.stop - part.start)
                         continue
+                    begin_s = time.monotonic()
                     answers = self._book.calls.put_write(
                         keys[part], addresses[part], sizes[part], offsets[part]
                     )
                     results += map(_write_result, answers, sizes[part])
+                    is_lost = patience.is_lost(results[part], time.monotonic() - begin_s)
             finally:
                 self._settle(keys, sizes, offsets, results)
         return results

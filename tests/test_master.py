@@ -150,10 +150,13 @@ def test_master_serves_on_loopback_and_ends_clean():
 @pytest.mark.mooncake
 def test_master_restarts_at_its_address():
     with LocalMaster() as master:
-        address = master.address
+        address, pid = master.address, master.pid
+        assert alive(pid)
         master.kill()
         assert not master.running
+        assert master.pid is None
         master.start()
+        assert master.pid not in (None, pid)
         assert master.address == address
         assert connects(address)
 

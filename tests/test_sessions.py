@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import ArgumentError, StoreClosed, StoreError, StoreUnavailable
+from kvferry.linker import patience
 from kvferry.linker.coverage import Coverage
 from kvferry.linker.master import LocalMaster
 from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
 from kvferry.linker.owner import LocalOwner
+from kvferry.linker.patience import RANGES_PER_CALL, UNTRIED, Patience
 from kvferry.linker.store import ObjectResult, Outcome
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -557,3 +559,66 @@ def test_lease_shorter_than_configured_costs_one_read(
             time.sleep(1.2)
             assert outcomes(session.read([key], *lists)) == [Outcome.LEASE_EXPIRED]
             assert outcomes(session.read([key], *lists)) == [Outcome.FETCHED]
+
+
+# ---- an owner that hangs ----
+
+
+def test_patience_ends_with_a_slow_failure_and_comes_back_with_a_success():
+    found, good = Patience(), ObjectResult(Outcome.STORED)
+    assert found.ranges_per_call == RANGES_PER_CALL
+    assert not found.is_lost([good, UNTRIED], 0.01)  # quick: another owner may be well
+    assert not found.is_lost([good], 20.0)  # slow, but there
+    assert found.ranges_per_call == RANGES_PER_CALL
+    assert found.is_lost([good, UNTRIED], 1.5)
+    assert found.ranges_per_call == 1
+    assert not found.is_lost([UNTRIED], 0.01)
+    assert found.ranges_per_call == 1
+    assert not found.is_lost([good], 0.01)
+    assert found.ranges_per_call == RANGES_PER_CALL
+
+
+@pytest.mark.mooncake
+def test_after_a_call_that_hung_no_range_is_tried(
+    local_master, local_owner, make_memory, unique, monkeypatch
+):
+    count = 2 * RANGES_PER_CALL + 1
+    keys = [unique(str(index)) for index in range(count)]
+    with MooncakeStore(MooncakeConfig(local_master.address)) as store:
+        memory = make_memory(store, count * KIB)
+        lists = ([memory.address(index * KIB) for index in range(count)], [KIB] * count)
+        store.put(keys, *lists)
+        tried = {"put_write": [], "get_read": []}
+
+        def hang(name):
+            def call(names, *_):
+                tried[name].append(len(names))
+                time.sleep(0.06)
+                return [-800] * len(names)
+
+            return call
+
+        monkeypatch.setattr(patience, "SLOW_S", 0.05)
+        offsets = [0] * count
+        for turn, sizes in enumerate([[RANGES_PER_CALL], [1]]):
+            with (
+                store.get_session(keys) as reading,
+                store.put_session([f"{key}/{turn}" for key in keys], [KIB] * count) as writing,
+            ):
+                written = [f"{key}/{turn}" for key in keys]
+                with monkeypatch.context() as patch:
+                    for name in tried:
+                        tried[name].clear()
+                        patch.setattr(store._calls, name, hang(name))
+                    if turn:  # whichever way the first loss was found
+                        store._calls.patience._suspects = True
+                    assert reading.read(keys, *lists, offsets) == [UNTRIED] * count
+                    if not turn:
+                        store._calls.patience._suspects = False
+                    assert writing.write(written, *lists, offsets) == [UNTRIED] * count
+                assert tried == {"put_write": sizes, "get_read": sizes}
+                results = reading.read(keys, *lists, offsets)
+                assert outcomes(results) == [Outcome.FETCHED] * count
+                assert outcomes(writing.write(written, *lists, offsets)) == [Outcome.STORED] * count
+                assert outcomes(writing.finish()) == [Outcome.STORED] * count
+        assert store._calls.patience.ranges_per_call == RANGES_PER_CALL
