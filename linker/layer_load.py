@@ -72,6 +72,8 @@ class LayerLoad:
         self._device = device
         self._begin = begin
         self._trace = trace
+        for transfer in transfers:
+            transfer.on_end.append(self._one_ended)
 
     def __repr__(self) -> str:
         return f"<LayerLoad of {len(self.transfers)} requests, {self._state}>"
@@ -128,8 +130,8 @@ class LayerLoad:
     def wait_layer(self, layer: int) -> Waited:
         """Hold this thread, or the current stream, until a layer's pages may be read.
 
-        Never raises for a load that failed, and never waits longer than `wait_timeout_s`: a forward
-        pass that has begun goes on, and `result` tells.
+        Never raises for a load that failed, and never waits longer than `wait_timeout_s`, nor past
+        the requests' deadlines: a forward pass that has begun goes on, and `result` tells.
 
         Args:
             layer: 0 .. num_layers - 1; also layers without pages.
@@ -144,7 +146,8 @@ class LayerLoad:
         if not 0 <= layer < len(step.targets):
             raise ArgumentError(f"layer is {layer}, wanted 0 .. {len(step.targets) - 1}")
         begin_s = time.perf_counter()
-        waited = taken.wait.wait(step, layer)
+        left_s = max(transfer.left_s for transfer in self.transfers)
+        waited = taken.wait.wait(step, layer, left_s)
         if self._trace is not None:
             self._trace.add(
                 "wait", f"layer {layer}", begin_s, time.perf_counter(), state=waited.state
@@ -183,19 +186,20 @@ class LayerLoad:
 
     def give_up(self, reason: str, cause: str) -> bool:
         """End every request that goes on badly, from outside the loader; see `Transfer.give_up`."""
-        was_going = sum(transfer.give_up(reason, cause) for transfer in self.transfers) > 0
-        self._fail_step(was_going, reason)
-        return was_going
+        return sum(transfer.give_up(reason, cause) for transfer in self.transfers) > 0
 
     def fail(self, error: TransferFailed) -> bool:
         """End every request that goes on badly, and let through who waits; for the loader."""
-        was_going = sum(transfer.fail(error) for transfer in self.transfers) > 0
-        self._fail_step(was_going, str(error))
-        return was_going
+        return sum(transfer.fail(error) for transfer in self.transfers) > 0
 
     def let_through(self) -> None:
         """Raise every counter that is not raised yet; for the loader, at the end."""
         self._fail_step(not self.complete, "load ended before its last layer")
+
+    def _one_ended(self, _: Transfer, outcome: TransferResult | TransferFailed) -> None:
+        """Let through whoever waits once no request is left that bytes could come for."""
+        if all(transfer.is_over for transfer in self.transfers):
+            self._fail_step(not self.complete, str(outcome))
 
     def _fail_step(self, wanted: bool, cause: str) -> None:
         if wanted and self._set is not None and self.step is not None:

@@ -32,7 +32,7 @@ from kvferry.linker.stats import Stats
 from kvferry.linker.store import Store
 from kvferry.linker.streams import Lane, fence_of_caller
 from kvferry.linker.trace import Trace
-from kvferry.linker.transfer import Ended, Transfer, TransferResult
+from kvferry.linker.transfer import Ended, Transfer
 from kvferry.linker.wire import Wire
 from kvferry.linker.worker import JobT, Worker
 from kvferry.restore import restorable
@@ -263,14 +263,11 @@ class Linker:
         assert self.layout.device is not None
         caller = fence_of_caller(self.layout.device)
         if not layerwise:
-            transfer = Transfer(
-                "save", plans, caller, self.config.transfer_timeout_s, plan_us, None, self._ended
-            )
+            transfer = Transfer("save", plans, caller, self.config.transfer_timeout_s, plan_us)
+            transfer.on_end.append(self.stats.ended)
             self._enqueue(self._whole["save"], transfer)
             return transfer
-        save = LayerSave(
-            "save", plans, caller, self.config.transfer_timeout_s, plan_us, None, self._ended
-        )
+        save = LayerSave("save", plans, caller, self.config.transfer_timeout_s, plan_us)
         groups = groups_for(
             self.layout,
             merge([plans], [None]),
@@ -279,6 +276,7 @@ class Linker:
             self.config.wire_gb_per_s,
         )
         save.prepare(groups, self.layout.num_layers, self.layout.device)
+        save.on_end.append(self.stats.ended)
         self._enqueue(self._layer_saves, save)
         return save
 
@@ -484,9 +482,9 @@ class Linker:
         plans, plan_us = self._plan("load", request.keys, request.page_ids)
         assert self.layout.device is not None
         caller = fence_of_caller(self.layout.device)
-        return Transfer(
-            "load", plans, caller, self.config.transfer_timeout_s, plan_us, tail, self._ended
-        )
+        load = Transfer("load", plans, caller, self.config.transfer_timeout_s, plan_us, tail)
+        load.on_end.append(self.stats.ended)
+        return load
 
     def _begin_load(self, load: LayerLoad) -> None:
         """Give a load its counters, and enqueue it."""
@@ -527,9 +525,6 @@ class Linker:
             # Whoever waits gets through in any case, and only then are the counters another's.
             load.let_through()
             self._counters.give_back(load.counter_set)
-
-    def _ended(self, transfer: Transfer, outcome: TransferResult | TransferFailed) -> None:
-        self.stats.ended(transfer, outcome)
 
 
 @contextmanager

@@ -103,6 +103,7 @@ class Transfer:
         tail: how many tokens of the last key's page a load wants, and what becomes of the others
             (`zero` or `keep`); None if it wants the whole page.
         deadline: `time.monotonic()` after which it has failed.
+        on_end: who is told how it ended, once, in the thread that ended it.
     """
 
     deadline: float
@@ -115,7 +116,6 @@ class Transfer:
         timeout_s: float,
         plan_us: float,
         tail: tuple[int, str] | None = None,
-        on_end: "Callable[[Transfer, TransferResult | TransferFailed], None] | None" = None,
     ) -> None:
         self.kind = kind
         self.plans = plans
@@ -123,7 +123,7 @@ class Transfer:
         self.tail = tail
         self.timeout_s = timeout_s
         self.timings = Timings(plan_us=plan_us)
-        self._on_end = on_end
+        self.on_end: list[Callable[[Transfer, TransferResult | TransferFailed], None]] = []
         self.restart_clock()
         self.progress = Progress()
         self._changed = threading.Condition()
@@ -250,8 +250,8 @@ class Transfer:
             self.timings.total_us = self.age_us
             self._result = self.progress.result(self.timings)
             self._changed.notify_all()
-        if self._on_end is not None:
-            self._on_end(self, self._result)
+        for told in self.on_end:
+            told(self, self._result)
 
     def fail(self, error: TransferFailed) -> bool:
         """End badly; False if it had ended already."""
@@ -261,8 +261,8 @@ class Transfer:
             self.timings.total_us = self.age_us
             self._error = error
             self._changed.notify_all()
-        if self._on_end is not None:
-            self._on_end(self, error)
+        for told in self.on_end:
+            told(self, error)
         return True
 
     def give_up(self, reason: str, cause: str) -> bool:

@@ -53,8 +53,14 @@ class LayerWait(Protocol):
         Needed before a captured graph is replayed; else the first wait does it.
         """
 
-    def wait(self, step: Step, layer: int) -> Waited:
-        """Hold the thread or the current stream until a layer has landed; never raises for that."""
+    def wait(self, step: Step, layer: int, limit_s: float | None = None) -> Waited:
+        """Hold the thread or the current stream until a layer has landed; never raises for that.
+
+        Args:
+            step: which.
+            layer: which.
+            limit_s: wait no longer than that, where it is less than the wait's own bound.
+        """
 
     def verdict(self, step: Step) -> str | None:
         """Return why a step's bytes cannot be used, None if they can so far; does not wait."""
@@ -73,13 +79,14 @@ class HostWait:
     def arm(self, step: Step) -> None:
         """Do nothing: the host knows the targets."""
 
-    def wait(self, step: Step, layer: int) -> Waited:
+    def wait(self, step: Step, layer: int, limit_s: float | None = None) -> Waited:
         """Hold the thread until a layer has landed."""
         begin = time.monotonic()
+        timeout_s = _least(self._timeout_s, limit_s)
         while not self._counters.reached(step, layer):
             if step.cause is not None:
                 break
-            if time.monotonic() - begin >= self._timeout_s:
+            if time.monotonic() - begin >= timeout_s:
                 return _expired(self._counters, step, layer, begin)
             time.sleep(POLL_S)
         # Asked last: a failure raises the counter too, after it has left its cause.
@@ -133,12 +140,13 @@ class EventWait:
     def arm(self, step: Step) -> None:
         """Do nothing: fences come from the producer."""
 
-    def wait(self, step: Step, layer: int) -> Waited:
+    def wait(self, step: Step, layer: int, limit_s: float | None = None) -> Waited:
         """Hold the thread until a layer's work is enqueued, then the current stream."""
         begin = time.monotonic()
+        timeout_s = _least(self._timeout_s, limit_s)
         with self._changed:
             while self._fences[layer][0] < step.number and step.cause is None:
-                left_s = begin + self._timeout_s - time.monotonic()
+                left_s = begin + timeout_s - time.monotonic()
                 if left_s <= 0:
                     break
                 self._changed.wait(min(left_s, CAUSE_POLL_S))
@@ -188,8 +196,8 @@ class DeviceWait:
         self._counters.arm(step)
         self._armed = step
 
-    def wait(self, step: Step, layer: int) -> Waited:
-        """Hold the current stream; the thread goes on.
+    def wait(self, step: Step, layer: int, limit_s: float | None = None) -> Waited:
+        """Hold the current stream; the thread goes on. The driver's operation has its own bound.
 
         Raises:
             ArgumentError: the current stream is the producer's, which would wait for itself, or
@@ -207,7 +215,8 @@ class DeviceWait:
         if not held:
             if self._armed is not step and not capturing:
                 self.arm(step)
-            self._counters.wait_on_stream(layer, round(self._timeout_s * 1e6))
+            timeout_s = _least(self._timeout_s, limit_s)
+            self._counters.wait_on_stream(layer, round(timeout_s * 1e6))
         return Waited(name_of(step, layer), "enqueued", _since_us(begin))
 
     def verdict(self, step: Step) -> str | None:
@@ -315,6 +324,10 @@ def _checked(timeout_s: float) -> float:
     if not 0 < timeout_s < float("inf"):
         raise ArgumentError(f"timeout_s is {timeout_s}, wanted more than 0 and not for ever")
     return timeout_s
+
+
+def _least(timeout_s: float, limit_s: float | None) -> float:
+    return timeout_s if limit_s is None else min(timeout_s, max(0.0, limit_s))
 
 
 def _expired(counters: LayerCounters, step: Step, layer: int, begin: float) -> Waited:

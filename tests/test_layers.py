@@ -374,6 +374,32 @@ def test_a_late_layer_expires_and_the_load_fails(bed: Bed) -> None:
     assert caught.value.cause == "deadline"
 
 
+def test_no_wait_outlives_the_requests(bed: Bed) -> None:
+    linker = bed.linker(groups=GROUPS, transfer_timeout_s=0.4)
+    saved(bed, linker, 3)
+    held = threading.Event()
+    bed.store.before["read"] = lambda *_: held.wait(20) and None
+    load = linker.load(keys(3), ids(bed, 32, 3), layerwise=True).start()
+    begin_s = time.monotonic()
+    assert read_all(load) == ["expired", *["failed"] * 4]
+    assert time.monotonic() - begin_s < 2
+    with pytest.raises(TransferFailed) as caught:
+        load.result()
+    assert caught.value.cause == "deadline"
+    held.set()
+    requests = [LoadRequest([key], ids(bed, 40 + i, 1)) for i, key in enumerate(keys(2))]
+    held.clear()
+    load = linker.load_batch(requests).start()
+    states: list[str] = []
+    waiting = threading.Thread(target=lambda: states.extend(read_all(load)))
+    waiting.start()
+    for transfer in load.transfers:
+        assert transfer.cancel()
+    waiting.join(2)
+    assert states == ["failed"] * NUM_LAYERS
+    held.set()
+
+
 def test_a_cancelled_load_lets_the_forward_through_and_pages_alone(bed: Bed) -> None:
     linker = bed.linker(groups=GROUPS, fetch_ahead=0)
     saved(bed, linker, 3)
