@@ -1,7 +1,7 @@
 """Which consecutive layers travel together, when a transfer goes layer by layer."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry.errors import ArgumentError
 
@@ -9,8 +9,16 @@ LEAST_RANGE_BYTES = 256 << 10
 """Below this a range costs more than its bytes: over TCP loopback, ranges of 34 KiB take twice, of
 8.6 KiB seven to ten times as long as the same bytes in one piece (Mooncake 0.3.13)."""
 
+LEAST_HIDDEN_BYTES = 32 << 10
+"""Shortest range where compute is known to hide the transfer: it may take twice as long as the same
+bytes in one piece, since calls run beside each other and beside compute, but not ten times."""
+
 GOOD_RANGE_BYTES = 1 << 20
 """From this on longer ranges gain nothing: every call costs 1 to 1.5 ms, whatever it moves."""
+
+
+IN_TIME = 0.85
+"""Share of the compute that a transfer may count on, so that it is not late by a little."""
 
 
 def choose_groups(
@@ -30,10 +38,13 @@ def choose_groups(
       one call, and it is what a step waits for.
     - Ranges then double, from `least_range_bytes` on, up to `good_range_bytes`: while a group is
       used the next one arrives, so each may take about as long as those before it together.
-    - Where a layer's compute is known to take longer than its transfer, the wire is never late and
-      ranges go to `good_range_bytes` at once; where the transfer takes longer, calls are what can
-      be saved, and ranges go on doubling up to four times that.
-    - A last group shorter than `least_range_bytes` joins the one before.
+    - Where a layer's compute is known to take longer than its transfer, a group is as long as it
+      can be and still come in time: all bytes behind the first group must be there by `IN_TIME` of
+      the compute of the layers before it. So that calls stay few, it is as long as a quarter of
+      what came before, and `LEAST_HIDDEN_BYTES`, in any case; `good_range_bytes` at most.
+    - Where the transfer is known to take longer, calls are what can be saved, and ranges go on
+      doubling up to four times `good_range_bytes`.
+    - A last group shorter than the shortest range joins the one before.
     - Layers without bytes belong to the group of the layer before them: they are there with it.
 
     Args:
@@ -59,22 +70,50 @@ def choose_groups(
     ):
         if value is not None and value <= 0:
             raise ArgumentError(f"{name} is {value}, wanted a positive number")
-    wanted, longest = least_range_bytes, max(good_range_bytes, least_range_bytes)
+    longest = max(good_range_bytes, least_range_bytes)
+    in_time: Callable[[int, int], bool] | None = None
     if compute_us_per_layer is not None and transfer_us_per_layer is not None:
         if compute_us_per_layer >= transfer_us_per_layer:
-            wanted = longest
+            least_range_bytes = min(least_range_bytes, LEAST_HIDDEN_BYTES)
+            in_time = _comes_in_time(layer_offsets, compute_us_per_layer / transfer_us_per_layer)
         else:
             longest *= 4
     groups: list[tuple[int, int]] = []
-    first = 0
+    wanted, first = 1, 0  # what the next group must reach; at first a single byte
     for layer_id, (_, end) in enumerate(steps):
         num_bytes = end - layer_offsets[first]
-        if num_bytes >= (1 if not groups else wanted):
-            if groups:
-                wanted = min(2 * wanted, longest)
-            groups.append((first, layer_id + 1))
-            first = layer_id + 1
+        if num_bytes < wanted:
+            continue
+        if groups and num_bytes < longest and in_time is not None and in_time(first, layer_id + 2):
+            continue
+        grown = 2 * wanted if in_time is None else (end - layer_offsets[0]) // 4
+        wanted = min(max(grown, least_range_bytes), longest)
+        groups.append((first, layer_id + 1))
+        first = layer_id + 1
     return _with_rest(groups, first, layer_offsets, least_range_bytes)
+
+
+def _comes_in_time(
+    layer_offsets: Sequence[int], compute_over_transfer: float
+) -> Callable[[int, int], bool]:
+    """Return what tells whether layers `[first, end)` would be there when compute gets to them.
+
+    The clock begins when the first group is there: from then on its layers compute, and the bytes
+    of the following ones come. Compute counts by layers, transfer by bytes.
+    """
+    num_layers = len(layer_offsets) - 1
+    num_bytes = layer_offsets[-1] - layer_offsets[0]
+    start = next((end for end in layer_offsets if end > layer_offsets[0]), layer_offsets[0])
+
+    def in_time(first: int, end: int) -> bool:
+        if end > num_layers:
+            return False
+        while layer_offsets[first + 1] == layer_offsets[first]:  # computes too, and needs nothing
+            first += 1
+        transfer = (layer_offsets[end] - start) / max(1, num_bytes) * num_layers
+        return transfer <= IN_TIME * compute_over_transfer * first
+
+    return in_time
 
 
 def check_groups(groups: Sequence[tuple[int, int]], num_layers: int) -> tuple[tuple[int, int], ...]:
