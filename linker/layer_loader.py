@@ -147,6 +147,11 @@ class _Run:
         if not self._batch.wants(part):
             self._done_with(part)
             return
+        # The first group has the wire to itself: it is what a step waits for.
+        for earlier in self._fetching:
+            if earlier.part.group < part.group and earlier.part.group == self._next_group == 0:
+                assert earlier.call is not None
+                earlier.call.exception()
         begin_s = time.perf_counter()
         span = self._acquire(part.staging_bytes)
         self._load.timings.staging_us += _us_since(begin_s)

@@ -122,6 +122,28 @@ def test_a_layer_is_there_when_its_wait_returns_and_before_the_others(bed: Bed) 
     bed.check(32, range(6))
 
 
+def test_the_first_group_has_the_wire_to_itself(bed: Bed) -> None:
+    linker = bed.linker(groups=GROUPS, part_bytes=8_000, wire_threads=2, fetch_ahead=4)
+    saved(bed, linker, 4)
+    log: list[tuple[str, int]] = []
+    reading = threading.Lock()
+
+    def slowly(_: Any, __: Any, ___: Any, offsets: Sequence[int]) -> None:
+        with reading:
+            log.append(("begin", offsets[0]))
+        time.sleep(0.02)
+        with reading:
+            log.append(("end", offsets[0]))
+
+    bed.store.before["read"] = slowly
+    load = linker.load(keys(4), ids(bed, 32, 4), layerwise=True).start()
+    load.result()
+    ends = [place for place, entry in enumerate(log) if entry == ("end", 0)]
+    others = [place for place, (what, offset) in enumerate(log) if what == "begin" and offset]
+    assert max(ends[:2]) < min(others)  # both parts of layer 0, which `full` alone has
+    assert any(log[i][0] == log[i + 1][0] == "begin" for i in range(len(log) - 1))
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_the_groups_parts_and_threads(bed: Bed, data: st.DataObject) -> None:
