@@ -9,7 +9,7 @@ READY_VLLM := .venv-vllm/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-deep mutants test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-sass bench-pack figures clean
+.PHONY: help demo test test-deep mutants soak test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-layers bench-sass bench-pack figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -27,6 +27,10 @@ test-deep: $(READY) ## the property tests with ten times as many random layouts
 
 mutants: $(READY) ## deliberate faults in the library: does the suite catch each?
 	$(BIN)/python tests/mutants.py
+
+MINUTES ?= 10
+soak: $(READY) ## saves, loads, cancels and faults for MINUTES=10, every byte checked
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 test-newest: $(READY_NEWEST) ## the kernels' tests with the newest Triton, in an environment of its own
 	KVFERRY_HYPOTHESIS=few .venv-newest/bin/python -m pytest $(NEWEST_TESTS)
@@ -52,6 +56,9 @@ bench-host: $(READY) ## planning a save on the host, beside a list of its ranges
 
 bench-transport: $(READY) ## packed transfers beside Mooncake's own contiguous calls
 	$(BIN)/python benchmarks/bench_transport.py
+
+bench-layers: $(READY) ## packed layer groups beside ranges straight from the pools
+	$(BIN)/python benchmarks/bench_layers.py
 
 bench-sass: $(READY) ## machine code of the kernels, by compiling alone
 	$(BIN)/python benchmarks/bench_sass.py

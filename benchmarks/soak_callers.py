@@ -63,16 +63,13 @@ class Caller(threading.Thread):
         }
         while not self._watch.stopping.is_set():
             (form,) = self._rng.choices(list(FORMS), list(FORMS.values()))
-            outcome, cause = "refused", ""
             with self._watch.operation(form):
                 try:
                     outcome = forms[form]()
-                except TransferFailed as error:
-                    cause = error.cause
                 except Exception as error:  # noqa: BLE001 - counted and shown, and the soak fails
                     self._tally.unexpected(f"{self.name}, {form}", error)
                     outcome = "raised"
-            self._tally.ended(form, outcome, cause)
+            self._tally.ended(form, outcome)
             if outcome not in ("done", "in part", "cancelled"):
                 time.sleep(IDLE_PAUSE_S)
 
@@ -84,7 +81,9 @@ class Caller(threading.Thread):
             return "no pages free"
         for space, pages in ids.items():
             write_telling(self._layout, space, pages, prefix.tags(space, saving=True))
-        save = self._engine.linker.save(prefix.keys, prefix.rows(ids, saving=True))
+        save = self._begin_save("save whole", prefix, ids, layerwise=False)
+        if save is None:
+            return "refused"
         if self._rng.random() < 0.3:
             save.wait_packed()
             self._give_back(ids, "a save, after wait_packed")
@@ -97,7 +96,9 @@ class Caller(threading.Thread):
         prefix, ids = self._lend(saving=True)
         if ids is None:
             return "no pages free"
-        save = self._engine.linker.save(prefix.keys, prefix.rows(ids, saving=True), layerwise=True)
+        save = self._begin_save("save layers", prefix, ids, layerwise=True)
+        if save is None:
+            return "refused"
         num_layers = self._layout.num_layers
         leaves_at = self._rng.choice([None] * 8 + [self._rng.randrange(num_layers)])
         at_once = self._rng.random() < 0.25
@@ -119,6 +120,18 @@ class Caller(threading.Thread):
         self._give_back(ids, f"a save by layers that was {outcome}")
         return outcome
 
+    def _begin_save(self, form: str, prefix: Prefix, ids: Ids, *, layerwise: bool) -> Any:
+        """Return a save's handle; None if the linker refused it."""
+        rows = prefix.rows(ids, saving=True)
+        try:
+            save = self._engine.linker.save(prefix.keys, rows, layerwise=layerwise)
+        except TransferFailed as error:
+            self._tally.failed(form, f"refused, {error.cause}")
+            self._give_back(ids, "a save that was refused")
+            return None
+        self._tally.began(self._engine.name, "save")
+        return save
+
     def _end_save(self, form: str, save: Any, ids: Ids) -> str:
         outcome, result = self._end(form, save)
         if result is None:
@@ -128,7 +141,7 @@ class Caller(threading.Thread):
         if counted != num_objects:
             self._tally.found("results", f"{form} of {num_objects} objects counted {result}")
         for reason in result.failures.values():
-            self._tally.ended(f"{form}, object", "failed", reason)
+            self._tally.failed(f"{form}, object", reason)
         return "in part" if result.failures else outcome
 
     # ---- loads ----
@@ -137,9 +150,15 @@ class Caller(threading.Thread):
         request = self._find()
         if isinstance(request, str):
             return request
-        load = self._engine.linker.load(
-            request.prefix.keys, request.prefix.rows(request.ids, saving=False)
-        )
+        try:
+            load = self._engine.linker.load(
+                request.prefix.keys, request.prefix.rows(request.ids, saving=False)
+            )
+        except TransferFailed as error:
+            self._tally.failed("load whole", f"refused, {error.cause}")
+            self._end_request(request, "refused", "load whole")
+            return "refused"
+        self._tally.began(self._engine.name, "load")
         outcome, _ = self._end("load whole", load)
         self._end_request(request, outcome, "load whole")
         return outcome
@@ -154,7 +173,14 @@ class Caller(threading.Thread):
             for request in requests
         ]
         load = self._engine.linker.load_batch(wanted)
-        load.start()
+        self._tally.began(self._engine.name, "load", len(requests))
+        try:
+            load.start()
+        except TransferFailed as error:
+            self._tally.failed(form, f"refused, {error.cause}")
+            for request in requests:
+                self._end_request(request, "refused", form)
+            return "refused"
         cancels_at = self._rng.choice([None] * 9 + [self._rng.randrange(self._layout.num_layers)])
         for layer_id in range(self._layout.num_layers):
             if layer_id == cancels_at:
@@ -164,7 +190,7 @@ class Caller(threading.Thread):
                 for request in requests:
                     self._check_early(request, layer_id)
             elif waited.state == "expired":
-                self._tally.ended("wait for a layer", "expired")
+                self._tally.failed(f"{form}, wait for a layer", "expired")
         outcomes = []
         for request, transfer in zip(requests, load.transfers, strict=True):
             outcome, _ = self._end(form, transfer)
@@ -255,7 +281,7 @@ class Caller(threading.Thread):
         except TransferFailed as error:
             if error.cause in ("cancelled", "deadline"):
                 outcome = error.cause
-            self._tally.ended(f"{form}, transfer", "failed", error.cause)
+            self._tally.failed(form, error.cause)
             return outcome, None
         except TimeoutError as error:
             self._tally.found("hangs", f"{form}: no end within {NO_DEADLINE_S} s: {error}")

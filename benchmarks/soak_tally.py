@@ -13,7 +13,8 @@ class Tally:
 
     Attributes:
         operations: by form and outcome.
-        causes: of failed operations, by form and cause.
+        causes: of failed transfers and objects, by form and cause.
+        begun: transfers that a linker took, by engine and kind.
         faults: by kind.
         wrong: what was wrong with bytes or results, by kind of finding; must stay empty.
         reports: the first findings in full.
@@ -23,16 +24,25 @@ class Tally:
         self._lock = threading.Lock()
         self.operations: Counter[tuple[str, str]] = Counter()
         self.causes: Counter[tuple[str, str]] = Counter()
+        self.begun: Counter[tuple[str, str]] = Counter()
         self.faults: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
         self.reports: list[str] = []
 
-    def ended(self, form: str, outcome: str, cause: str = "") -> None:
-        """Count an operation that ended, with the cause if it failed."""
+    def ended(self, form: str, outcome: str) -> None:
+        """Count an operation that ended."""
         with self._lock:
             self.operations[form, outcome] += 1
-            if cause:
-                self.causes[form, cause] += 1
+
+    def failed(self, form: str, cause: str) -> None:
+        """Count why a transfer, an object or a wait failed."""
+        with self._lock:
+            self.causes[form, cause] += 1
+
+    def began(self, engine: str, kind: str, count: int = 1) -> None:
+        """Count transfers that a linker has taken, and must end."""
+        with self._lock:
+            self.begun[engine, kind] += count
 
     def fault(self, kind: str) -> None:
         """Count a fault that was injected."""
