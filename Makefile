@@ -9,7 +9,7 @@ READY_VLLM := .venv-vllm/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-deep mutants soak test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-layers bench-sass bench-pack figures clean
+.PHONY: help demo test test-deep mutants soak test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-layers bench-overlap bench-sass bench-pack figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -59,6 +59,9 @@ bench-transport: $(READY) ## packed transfers beside Mooncake's own contiguous c
 
 bench-layers: $(READY) ## packed layer groups beside ranges straight from the pools
 	$(BIN)/python benchmarks/bench_layers.py
+
+bench-overlap: $(READY) ## a layer-wise load beside a step's compute (OUT=folder for its timeline)
+	$(BIN)/python benchmarks/bench_overlap.py $(if $(OUT),--out $(OUT))
 
 bench-sass: $(READY) ## machine code of the kernels, by compiling alone
 	$(BIN)/python benchmarks/bench_sass.py

@@ -33,6 +33,7 @@ class StepTimes:
 
     Attributes:
         step_us: from its begin until its last layer is computed and the load's verdict is there.
+        first_us: from its begin until the first layer was there.
         wait_us: how long the thread was held for layers.
         check_us: comparing what was read, after the step, in none of the other times.
         failures: of each request that was loaded, why it failed; None if it did not. What a failed
@@ -40,6 +41,7 @@ class StepTimes:
     """
 
     step_us: float
+    first_us: float
     wait_us: float
     check_us: float
     failures: list[TransferFailed | None] = field(default_factory=list)
@@ -149,7 +151,7 @@ class Runner:
             for space, page_ids in written.page_ids.items():
                 write_telling(self._fresh, space, range(len(page_ids)), written.tags)
         self.compute.finish()
-        wait_us = 0.0
+        first_us = wait_us = 0.0
         begin_s = time.perf_counter()
         if load is not None:
             load.start()
@@ -158,6 +160,7 @@ class Runner:
             if load is not None:
                 with self.compute.stalled(layer):
                     wait_us += load.wait_layer(layer).waited_us
+                first_us = first_us or (time.perf_counter() - begin_s) * 1e6
             with self.compute.layer(layer, follows=follows):
                 for space, pool, copies, fresh in self._views[layer]:
                     torch.index_select(pool, 0, reads[space], out=copies[: len(reads[space])])
@@ -170,7 +173,7 @@ class Runner:
         failures = [] if load is None else _verdicts(load)
         step_us = (time.perf_counter() - begin_s) * 1e6
         check_us = self._check(everything, [*[None] * len(read), *failures])
-        return StepTimes(step_us, wait_us, check_us, failures)
+        return StepTimes(step_us, first_us, wait_us, check_us, failures)
 
     def _check(self, pages: Sequence[Pages], failures: Sequence[TransferFailed | None]) -> float:
         """Compare what was read with what it must be, but for failed loads; return the time."""

@@ -92,6 +92,7 @@ def test_a_load_in_time_is_right(runner: Runner, layout: CacheLayout) -> None:
     assert load.calls == ["start", 0, 1, 2, 3, "result"]
     assert times.failures == [None]
     assert times.wait_us == 12.0
+    assert 0 < times.first_us < times.step_us - 3 * 500
     assert times.step_us >= 4 * 500
 
 
