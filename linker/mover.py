@@ -9,10 +9,11 @@ from functools import partial
 import nvtx
 import torch
 
-from kvferry.errors import StagingTimeout, TransferFailed
+from kvferry.errors import TransferFailed
 from kvferry.kernels.pack import Packer
 from kvferry.kernels.page_ids import PageIds
 from kvferry.linker.attempts import Attempts, reason_of
+from kvferry.linker.layer_staging import acquire
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.memory import flush_gpudirect
 from kvferry.linker.plan import SpacePlan
@@ -21,7 +22,7 @@ from kvferry.linker.staging import Span, StagingBuffer
 from kvferry.linker.store import ObjectResult, Outcome, Store
 from kvferry.linker.streams import Fence, Lane
 from kvferry.linker.trace import Trace
-from kvferry.linker.transfer import Transfer
+from kvferry.linker.transfer import Ended, Transfer
 
 
 @dataclass
@@ -214,18 +215,23 @@ class Mover:
         Two threads that each held a span and waited for a second could wait for each other.
         """
         begin = time.perf_counter()
-        while True:
-            transfer.check_going()
-            try:
-                wait_s = 0.0 if staged else transfer.left_s
-                span = self._staging.acquire(part.staging_bytes, wait_s)
-            except StagingTimeout:
-                if not staged:
-                    raise
+
+        def give_one_up() -> bool:
+            if staged:
                 make_room()
-            else:
-                transfer.timings.staging_us += _us_since(begin)
-                return span
+            return bool(staged)
+
+        span = acquire(
+            self._staging,
+            part.staging_bytes,
+            lambda: 0.0 if transfer.done() else transfer.left_s,
+            give_one_up,
+        )
+        if span is None:
+            transfer.check_going()
+            raise Ended
+        transfer.timings.staging_us += _us_since(begin)
+        return span
 
     def _launch(self, transfer: Transfer, item: _Staged) -> None:
         """Pack or unpack a part that holds its span."""
