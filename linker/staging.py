@@ -1,5 +1,6 @@
 """Contiguous memory, registered once, that transfers hold in spans; bounded, with back-pressure."""
 
+import contextlib
 import heapq
 import math
 import threading
@@ -11,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-from kvferry.errors import ArgumentError, StagingTimeout
+from kvferry.errors import ArgumentError, StagingTimeout, StoreClosed
 from kvferry.linker.memory import allocate
 from kvferry.linker.spans import SpanAllocator
 from kvferry.linker.store import Store
@@ -149,6 +150,8 @@ class StagingBuffer:
     def unregister(self) -> None:
         """Take the registration back; no span may be held. Does nothing if there is none.
 
+        A store that was closed has let go of it by then.
+
         Raises:
             ArgumentError: spans are still held.
         """
@@ -157,7 +160,8 @@ class StagingBuffer:
                 raise ArgumentError(f"{len(self._held)} spans are still held, wanted none")
             store, self._store = self._store, None
         if store is not None:
-            store.unregister(self.address)
+            with contextlib.suppress(StoreClosed):
+                store.unregister(self.address)
 
     def acquire(
         self, num_bytes: int, timeout_s: float, is_wanted: Callable[[], bool] = lambda: True

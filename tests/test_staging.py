@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvferry.errors import ArgumentError, StagingTimeout
+from kvferry.errors import ArgumentError, StagingTimeout, StoreClosed
 from kvferry.linker.memory import allocate
 from kvferry.linker.spans import SpanAllocator
 from kvferry.linker.staging import SPAN_ALIGN_BYTES, Span, StagingBuffer
@@ -191,3 +191,16 @@ def test_gpu_staging(memory: str, device: torch.device) -> None:
     with staging.acquire(1 << 20, 0) as span:
         span.tensor.fill_(3)
         assert int(span.tensor.sum()) == 3 << 20
+
+
+def test_a_store_that_was_closed_first_has_let_go_of_the_memory() -> None:
+    class Closed:
+        def register(self, *_: int) -> None: ...
+
+        def unregister(self, _: int) -> None:
+            raise StoreClosed("the store is closed")
+
+    staging = StagingBuffer(1024, device=CPU)
+    staging.register(Closed())  # type: ignore[arg-type]
+    staging.unregister()
+    staging.register(Closed())  # type: ignore[arg-type]
