@@ -92,7 +92,6 @@ def test_a_load_in_time_is_right(runner: Runner, layout: CacheLayout) -> None:
     assert load.calls == ["start", 0, 1, 2, 3, "result"]
     assert times.failures == [None]
     assert times.wait_us == 12.0
-    assert 0 < times.first_us < times.step_us - 3 * 500
     assert times.step_us >= 4 * 500
 
 
@@ -163,35 +162,73 @@ def test_layers_are_told_of_once_they_are_written(runner: Runner, layout: CacheL
     runner.step(read=[read])
 
 
-def test_reading_is_part_of_the_compute_time(runner: Runner) -> None:
-    pages = runner.new_pages(4)
-    runner.fill(pages)
-    trace: Trace = runner._trace
-    runner.step(read=[pages])
-    computed = trace.intervals("compute")
-    assert [each.name for each in computed] == [f"layer {layer}" for layer in range(4)]
-    (check,) = trace.intervals("check")
-    assert check.begin_s >= computed[-1].end_s
-    runner.compute.layer_us = 100_000
-    with runner.compute.layer(7):
-        time.sleep(0.08)
-    with runner.compute.layer(8):
-        time.sleep(0.12)
-    shorter, longer = (each.end_s - each.begin_s for each in trace.intervals("compute")[4:])
-    assert 0.1 <= shorter < 0.15  # and not 0.18
-    assert 0.12 <= longer < 0.17  # and not 0.22
+class Clock:
+    """Time that passes by sleeping alone, and by half a second more than asked."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, wanted_s: float) -> None:
+        assert wanted_s > 0
+        self.now_s += wanted_s + 0.5
 
 
-def test_a_late_host_is_made_up_for_where_the_layer_was_there(runner: Runner) -> None:
-    compute = runner.compute
-    compute.layer_us = 100_000
-    for follows, wanted_s in ((True, 0.2), (False, 0.26)):
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("compute.time", made)
+    return made
+
+
+def test_reading_is_part_of_the_compute_time(clock: Clock) -> None:
+    trace = Trace()
+    compute = Compute(torch.device("cpu"), trace, layer_us=20e6)
+    for layer, reading_s in enumerate((8, 25)):  # the second one takes longer than the layer should
+        with compute.layer(layer):
+            clock.now_s += reading_s
+    assert [each.name for each in trace.intervals("compute")] == ["layer 0", "layer 1"]
+    durations = [each.end_s - each.begin_s for each in trace.intervals("compute")]
+    assert durations == [20.5, 25]
+
+
+def test_a_late_host_is_made_up_for_where_the_layer_was_there(clock: Clock) -> None:
+    compute = Compute(torch.device("cpu"), Trace(), layer_us=20e6)
+    for follows, wanted_s in ((True, 40.5), (False, 47.0)):
+        begin_s = clock.now_s
         with compute.layer(0):
-            begin_s = time.perf_counter()
-        time.sleep(0.06)
+            pass
+        clock.now_s += 6.0
         with compute.layer(1, follows=follows):
             pass
-        assert wanted_s - 0.005 <= time.perf_counter() - begin_s < wanted_s + 0.04
+        assert clock.now_s - begin_s == wanted_s
+
+
+def test_a_step_lasts_from_its_begin_to_the_verdict(
+    runner: Runner, layout: CacheLayout, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.time", clock)
+    pages = runner.new_pages(1)
+
+    def land(layer: int) -> None:
+        bring(layout, pages, layer)
+        clock.now_s += {0: 2.0, 2: 1.0}.get(layer, 0.0)
+
+    times = step(runner, Landing(land), pages)
+    assert times.first_us == pytest.approx(2.0e6)
+    assert times.step_us == pytest.approx(3.0e6 + 4 * 0.5005e6)
+
+
+def test_what_was_read_is_compared_after_the_step(runner: Runner) -> None:
+    pages = runner.new_pages(4)
+    runner.fill(pages)
+    runner.step(read=[pages])
+    computed = runner._trace.intervals("compute")
+    assert [each.name for each in computed] == [f"layer {layer}" for layer in range(4)]
+    (check,) = runner._trace.intervals("check")
+    assert check.begin_s >= computed[-1].end_s
 
 
 def test_a_layer_follows_only_if_it_was_there_in_time(
