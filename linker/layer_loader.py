@@ -117,10 +117,11 @@ class _Run:
                 self._fail_rows(faults)
             self._batch.finish()
         finally:
-            for item in (*self._fetching, *self._landing):
-                item.release()
-            if self._session is not None:
-                self._session.close()
+            with contextlib.ExitStack() as rest:  # all of it, whatever one of them raises
+                if self._session is not None:
+                    rest.callback(self._session.close)
+                for item in (*self._fetching, *self._landing):
+                    rest.callback(item.release)
 
     def _open(self) -> None:
         """Hold the objects readable; what cannot be held so is fetched whole."""

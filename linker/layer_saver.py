@@ -1,5 +1,6 @@
 """The work of the layer-wise saves' thread: layer groups through kernels, staging and store."""
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -114,10 +115,11 @@ class _Run:
             save.mark_packed()
             save.progress.failures.update(self._failures)
         finally:
-            for item in self._staged:
-                item.release()
-            if self._session is not None:
-                self._session.abort()  # does nothing once it was finished
+            with contextlib.ExitStack() as rest:  # all of it, whatever one of them raises
+                if self._session is not None:
+                    rest.callback(self._session.abort)  # does nothing once it was finished
+                for item in self._staged:
+                    rest.callback(item.release)
         save.finish()
 
     # ---- which objects ----

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -85,8 +86,9 @@ class Mover:
                 else:
                     self._load(transfer, staged)
             finally:
-                while staged:
-                    self._release(staged.popleft())
+                with ExitStack() as rest:  # all of it, whatever one of them raises
+                    for item in staged:
+                        rest.callback(self._release, item)
         transfer.finish()
 
     def _save(self, transfer: Transfer, staged: deque[_Staged]) -> None:
