@@ -1,13 +1,16 @@
 """A layer's compute: matmuls on a GPU; on a CPU a sleep, since a GPU's leaves the CPU free."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from kvferry.linker.streams import Fence
 from kvferry.linker.trace import Trace
+
+ASK_S = 300e-6
+"""How long before its end a sleeping layer asks for the next: more than a host wakes up late."""
 
 
 class Compute:
@@ -40,6 +43,7 @@ class Compute:
         self._trace = trace
         self._num_matmuls = num_matmuls
         self._end_s = 0.0
+        self._follows = False
         self._factors: list[torch.Tensor] = []
         if device.type == "cuda":
             shape = (matmul_size, matmul_size)
@@ -47,16 +51,21 @@ class Compute:
                 torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(3)
             ]
 
+    def begin_step(self) -> None:
+        """Let the next layer begin when it is called, whenever the one before has ended."""
+        self._follows = False
+
     @contextmanager
-    def layer(self, layer: int, *, follows: bool = False) -> Iterator[None]:
+    def layer(self, layer: int, next_is_there: Callable[[], bool]) -> Iterator[None]:
         """Compute a layer around a body that reads and writes its pages.
 
-        On a CPU both together take `layer_us`, unless the body alone takes longer.
+        On a CPU both together take `layer_us`, unless the body alone takes longer. If the next
+        layer is there by then, it begins by then, as it would on a GPU: a sleeping host wakes up
+        some 0.1 ms late, and makes up for it in the next layer.
 
         Args:
             layer: which one, for the trace.
-            follows: whether it could begin as soon as the one before had ended. A GPU would begin
-                it then; a sleeping host wakes up some 0.1 ms late, and makes up for it here.
+            next_is_there: whether the next layer can begin; asked on a CPU only.
         """
         begin_s = time.perf_counter()
         with self._on_stream("compute", layer):
@@ -64,10 +73,7 @@ class Compute:
             for _ in range(self._num_matmuls if self._factors else 0):
                 torch.mm(self._factors[0], self._factors[1], out=self._factors[2])
         if not self._factors:
-            self._end_s = (self._end_s if follows else begin_s) + self.layer_us * 1e-6
-            left_s = self._end_s - time.perf_counter()
-            if left_s > 0:
-                time.sleep(left_s)
+            self._sleep((self._end_s if self._follows else begin_s), next_is_there)
             self._trace.add("compute", f"layer {layer}", begin_s, time.perf_counter())
 
     @contextmanager
@@ -81,6 +87,16 @@ class Compute:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
+    def _sleep(self, begin_s: float, next_is_there: Callable[[], bool]) -> None:
+        """Sleep until a layer's time is up, and find out whether the next one was there by then."""
+        self._end_s = begin_s + self.layer_us * 1e-6
+        self._follows = next_is_there()
+        if not self._follows:
+            _sleep_until(self._end_s - ASK_S)
+            # What is only found too late may have come too late.
+            self._follows = next_is_there() and time.perf_counter() <= self._end_s
+        _sleep_until(self._end_s)
+
     @contextmanager
     def _on_stream(self, lane: str, layer: int) -> Iterator[None]:
         if self._device.type != "cuda":
@@ -92,3 +108,9 @@ class Compute:
         end = torch.cuda.Event(enable_timing=True)
         end.record()
         self._trace.add_fence(lane, f"layer {layer}", Fence(end, start))
+
+
+def _sleep_until(end_s: float) -> None:
+    left_s = end_s - time.perf_counter()
+    if left_s > 0:
+        time.sleep(left_s)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -155,18 +156,16 @@ class Runner:
         begin_s = time.perf_counter()
         if load is not None:
             load.start()
-        follows = False
+        self.compute.begin_step()
         for layer in range(self.layout.num_layers):
             if load is not None:
                 with self.compute.stalled(layer):
                     wait_us += load.wait_layer(layer).waited_us
                 first_us = first_us or (time.perf_counter() - begin_s) * 1e6
-            with self.compute.layer(layer, follows=follows):
+            with self.compute.layer(layer, partial(_is_there, load, layer + 1)):
                 for space, pool, copies, fresh in self._views[layer]:
                     torch.index_select(pool, 0, reads[space], out=copies[: len(reads[space])])
                     pool.index_copy_(0, writes[space], fresh[: len(writes[space])])
-                # Asked before this layer's time is up: what lands later holds the next one up.
-                follows = load is None or _is_there(load, layer + 1)
             if save is not None:
                 save.layer_written(layer)
         self.compute.finish()
@@ -215,8 +214,10 @@ class Runner:
         return found
 
 
-def _is_there(load: LayerLoad, layer: int) -> bool:
-    """Whether a layer has landed, so that its compute needs to wait for nothing."""
+def _is_there(load: LayerLoad | None, layer: int) -> bool:
+    """Whether a layer has to wait for nothing."""
+    if load is None:
+        return True
     assert load.step is not None
     return layer < len(load.step.targets) and load.counter_set.counters.reached(load.step, layer)
 

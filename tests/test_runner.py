@@ -163,17 +163,18 @@ def test_layers_are_told_of_once_they_are_written(runner: Runner, layout: CacheL
 
 
 class Clock:
-    """Time that passes by sleeping alone, and by half a second more than asked."""
+    """Time that passes by sleeping alone, and then by some more than asked."""
 
     def __init__(self) -> None:
-        self.now_s = 100.0
+        self.now_s = 128.0
+        self.late_s = 0.5
 
     def perf_counter(self) -> float:
         return self.now_s
 
     def sleep(self, wanted_s: float) -> None:
         assert wanted_s > 0
-        self.now_s += wanted_s + 0.5
+        self.now_s += wanted_s + self.late_s
 
 
 @pytest.fixture
@@ -183,33 +184,62 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+def yes() -> bool:
+    return True
+
+
 def test_reading_is_part_of_the_compute_time(clock: Clock) -> None:
     trace = Trace()
     compute = Compute(torch.device("cpu"), trace, layer_us=20e6)
     for layer, reading_s in enumerate((8, 25)):  # the second one takes longer than the layer should
-        with compute.layer(layer):
+        compute.begin_step()
+        with compute.layer(layer, yes):
             clock.now_s += reading_s
     assert [each.name for each in trace.intervals("compute")] == ["layer 0", "layer 1"]
     durations = [each.end_s - each.begin_s for each in trace.intervals("compute")]
     assert durations == [20.5, 25]
 
 
-def test_a_late_host_is_made_up_for_where_the_layer_was_there(clock: Clock) -> None:
+def two_layers(clock: Clock, compute: Compute, there: Callable[[], bool]) -> float:
+    """How long two layers take, the host coming to the second one 6 seconds late."""
+    compute.begin_step()
+    begin_s = clock.now_s
+    with compute.layer(0, there):
+        clock.now_s += 1
+    clock.now_s += 6.0
+    with compute.layer(1, yes):
+        pass
+    return clock.now_s - begin_s
+
+
+def test_a_late_host_is_made_up_for_where_the_next_layer_was_there(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compute.ASK_S", 2.0)
     compute = Compute(torch.device("cpu"), Trace(), layer_us=20e6)
-    for follows, wanted_s in ((True, 40.5), (False, 47.0)):
-        begin_s = clock.now_s
-        with compute.layer(0):
-            pass
-        clock.now_s += 6.0
-        with compute.layer(1, follows=follows):
-            pass
-        assert clock.now_s - begin_s == wanted_s
+    assert two_layers(clock, compute, yes) == 40.5
+    begin_s = clock.now_s
+    assert two_layers(clock, compute, lambda: clock.now_s >= begin_s + 18.5) == 40.5
+    begin_s = clock.now_s  # comes while the host is asleep for the last time
+    assert two_layers(clock, compute, lambda: clock.now_s >= begin_s + 18.75) == 47.0
+    monkeypatch.setattr("compute.ASK_S", 0.25)  # asked as long after the end: nobody knows
+    begin_s = clock.now_s
+    assert two_layers(clock, compute, lambda: clock.now_s >= begin_s + 18.5) == 46.75
+    assert two_layers(clock, compute, yes) == 40.5
+
+
+def test_a_step_begins_when_it_is_called(clock: Clock) -> None:
+    compute = Compute(torch.device("cpu"), Trace(), layer_us=20e6)
+    assert two_layers(clock, compute, yes) == 40.5
+    clock.now_s += 100
+    assert two_layers(clock, compute, yes) == 40.5
 
 
 def test_a_step_lasts_from_its_begin_to_the_verdict(
     runner: Runner, layout: CacheLayout, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.time", clock)
+    clock.late_s = 0.0
     pages = runner.new_pages(1)
 
     def land(layer: int) -> None:
@@ -218,7 +248,7 @@ def test_a_step_lasts_from_its_begin_to_the_verdict(
 
     times = step(runner, Landing(land), pages)
     assert times.first_us == pytest.approx(2.0e6)
-    assert times.step_us == pytest.approx(3.0e6 + 4 * 0.5005e6)
+    assert times.step_us == pytest.approx(3.0e6 + 4 * 500)
 
 
 def test_what_was_read_is_compared_after_the_step(runner: Runner) -> None:
@@ -234,21 +264,21 @@ def test_what_was_read_is_compared_after_the_step(runner: Runner) -> None:
 def test_a_layer_follows_only_if_it_was_there_in_time(
     runner: Runner, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    followed: list[bool] = []
+    asked: list[bool] = []
     real = runner.compute.layer
 
-    def noting(layer: int, *, follows: bool) -> Any:
-        followed.append(follows)
-        return real(layer, follows=follows)
+    def noting(layer: int, next_is_there: Callable[[], bool]) -> Any:
+        asked.append(next_is_there())
+        return real(layer, next_is_there)
 
     monkeypatch.setattr(runner.compute, "layer", noting)
     pages = runner.new_pages(1)
     load = Landing(lambda layer: bring(layout, pages, layer), early=(0, 2))
     step(runner, load, pages)
-    assert followed == [False, False, True, False]
-    followed.clear()
+    assert asked == [False, True, False, False]
+    asked.clear()
     runner.step(read=[pages])
-    assert followed == [False, True, True, True]
+    assert asked == [True] * 4
 
 
 def test_more_pages_than_there_is_room_for_are_refused(runner: Runner) -> None:
