@@ -23,6 +23,8 @@ from soak_faults import Faults
 from soak_tally import Tally
 from soak_watch import HANG_S, Watch, peak_bytes
 
+from kvferry.errors import KVFerryError
+
 CALLERS = {"patient": 3, "hasty": 2}
 DRAIN_S = 75.0
 """Longer than a span is kept aside after a call that failed late."""
@@ -51,7 +53,10 @@ def main() -> int:
     found_leaks = leaks(cluster, drain_s=DRAIN_S if options.minutes >= 1 else 0.0)
     for engine in cluster.engines:
         close_at_work(engine, tally)
-    cluster.close()
+    try:
+        cluster.close()
+    except KVFerryError as error:
+        tally.unexpected("closing", error)
     watch.end()
     rows = _rows(tally, watch, seed, taken_s)
     gc.collect()

@@ -15,14 +15,14 @@ from kvferry.errors import StoreError
 from kvferry.linker.store import Outcome
 from kvferry.trailer import stored_bytes
 
-PAUSE_S = 0.25
+PAUSE_S = 0.1
 """Mean time between two faults."""
 KINDS = {
-    "object removed": 100,
-    "object with a flipped bit": 20,
-    "object with another's bytes": 20,
-    "object cut short": 10,
-    "store crowded": 4,
+    "object removed": 150,
+    "object with a flipped bit": 80,
+    "object with another's bytes": 80,
+    "object cut short": 30,
+    "store crowded": 5,
     "owner frozen": 4,
     "master restarted": 2,
     "owner restarted": 2,
@@ -93,7 +93,7 @@ class Faults(threading.Thread):
             return False
         os.kill(pid, signal.SIGSTOP)
         try:
-            time.sleep(self._rng.choice([0.1, 0.5, 1.5, 4.0]))
+            time.sleep(self._rng.choice([0.1, 0.5, 1.5, 4.0, 12.0]))
         finally:
             os.kill(pid, signal.SIGCONT)
         return True
