@@ -1,36 +1,128 @@
 """Threads that sit in store calls for one direction, so that kernels are launched meanwhile."""
 
+import logging
+import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from kvferry.errors import TransferFailed
 
+log = logging.getLogger(__name__)
+
 ResultT = TypeVar("ResultT")
+
+_IDLE_POLL_S = 1.0
+"""An idle thread looks up this often; everything else wakes it at once."""
 
 
 class Wire:
     """A few threads for store calls. Every call has the store's own bound, so they end.
 
-    More than two gain nothing over TCP: one client moves no more bytes with four.
+    More than two gain nothing over TCP: one client moves no more bytes with four. Whatever ends a
+    thread fails the call that it was at, and another takes its place; no call is left without end.
     """
 
     def __init__(self, name: str, num_threads: int, begin: Callable[[], None]) -> None:
-        """Make the pool; `begin` is called first in each thread."""
+        """Make the threads with the first call; `begin` is called first in each."""
         self._name = name
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=begin)
+        self._begin = begin
+        self._changed = threading.Condition()
+        self._waiting: deque[_Call] = deque()
+        self._threads: list[threading.Thread | None] = [None] * num_threads
+        self._closed = False
 
     def call(self, work: Callable[[], ResultT]) -> "Future[ResultT]":
         """Have something done by a thread.
 
+        Returns:
+            Ends with what `work` returns or raises, or `TransferFailed` if its thread ended.
+
         Raises:
-            TransferFailed: the threads have ended, or could not begin.
+            TransferFailed: the wire is closed.
         """
-        try:
-            return self._pool.submit(work)
-        except RuntimeError as error:
-            raise TransferFailed(f"{self._name}: {error}", cause="thread") from error
+        call = _Call(work)
+        with self._changed:
+            if self._closed:
+                raise TransferFailed(f"{self._name}: the linker is closed", cause="closed")
+            self._waiting.append(call)
+            for number, thread in enumerate(self._threads):
+                if thread is None or not thread.is_alive():
+                    self._start(number)
+            self._changed.notify()
+        return call.future
 
     def close(self) -> None:
-        """End the threads after the calls that they are in."""
-        self._pool.shutdown(wait=False)
+        """Take no more calls; the threads end after those that they have. Does not wait."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _start(self, number: int) -> None:
+        thread = threading.Thread(
+            target=self._run, args=(number,), name=f"{self._name}-{number}", daemon=True
+        )
+        thread.start()
+        self._threads[number] = thread
+
+    def _run(self, number: int) -> None:
+        taken: list[_Call] = []  # the call at hand, and for a moment its predecessor
+        begun = ended = False
+        try:
+            self._begin()
+            begun = True
+            while self._take(taken):
+                taken[-1].carry_out()
+                taken.clear()
+            ended = True
+        # An exit that somebody throws into this thread may come between any two of its steps.
+        except BaseException as error:
+            log.exception("thread %s-%d ended, wanted it to go on", self._name, number)
+            with self._changed:
+                if not begun:
+                    taken += self._waiting
+                    self._waiting.clear()
+            for call in taken:
+                call.fail(error)
+        finally:
+            if begun and not ended:
+                with self._changed:
+                    self._start(number)
+
+    def _take(self, taken: "list[_Call]") -> bool:
+        """Move the next call from the queue to the list; False once there will be none any more."""
+        with self._changed:
+            while not self._waiting:
+                if self._closed:
+                    return False
+                self._changed.wait(_IDLE_POLL_S)
+            taken.append(self._waiting[0])  # in this order, so that it is always in one of them
+            self._waiting.popleft()
+            return True
+
+
+class _Call:
+    """Something to do, and what comes of it."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self.future: Future[Any] = Future()
+
+    def carry_out(self) -> None:
+        """Do it, unless it was cancelled or has failed."""
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._work()
+        except Exception as error:  # noqa: BLE001  the caller's, who gets it from the future
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        """End it badly, unless it has ended."""
+        if not self.future.done():
+            self.future.set_exception(
+                TransferFailed(f"the thread of a store call ended: {error!r}", cause="thread")
+            )
