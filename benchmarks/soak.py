@@ -26,8 +26,6 @@ from soak_watch import HANG_S, Watch, peak_bytes
 from kvferry.errors import KVFerryError
 
 CALLERS = {"patient": 3, "hasty": 2}
-DRAIN_S = 75.0
-"""Longer than a span is kept aside after a call that failed late."""
 GROWTH_BYTES = 64 << 20
 
 
@@ -50,7 +48,9 @@ def main() -> int:
         print("threads hang:", ", ".join(alive), flush=True)
         os._exit(1)  # closing would hang too, and its children end with this process
     recovered = num_recovered(cluster, tally)
-    found_leaks = leaks(cluster, drain_s=DRAIN_S if options.minutes >= 1 else 0.0)
+    watch.look()
+    found_leaks = leaks(cluster, drains=options.minutes >= 1)
+    watch.look()
     for engine in cluster.engines:
         close_at_work(engine, tally)
     try:

@@ -11,6 +11,8 @@ from kvferry.linker.layer_load import LoadRequest
 from kvferry.testing import check_telling, write_telling
 
 RECOVERY_S = 40.0
+LATE_S = 75.0
+"""Longer than a call that outlasts its transfer, and the time for which its span drains."""
 CLOSE_S = 3.0
 _NUM_PAGES = 8
 
@@ -25,32 +27,37 @@ def num_recovered(cluster: Cluster, tally: Tally) -> int:
     )
 
 
-def leaks(cluster: Cluster, drain_s: float) -> dict[str, float]:
+def leaks(cluster: Cluster, *, drains: bool) -> dict[str, float]:
     """Return what is still held though nothing is in flight, by name.
+
+    Calls that outlast their transfers are waited for: the store bounds them.
 
     Args:
         cluster: all of whose transfers have ended.
-        drain_s: how long spans of late calls may drain; with 0 they are not looked at.
+        drains: whether to wait also for the spans that such calls leave to drain.
     """
-    time.sleep(1.0)
-    end = time.monotonic() + drain_s
-    stagings = [engine.staging for engine in cluster.engines]
-    while time.monotonic() < end and any(
-        staging.num_free_bytes < staging.num_bytes for staging in stagings
-    ):
-        time.sleep(1.0)
+    end = time.monotonic() + LATE_S
+    found = _held(cluster, drains=drains)
+    while any(found.values()) and time.monotonic() < end:
+        time.sleep(0.5)
+        found = _held(cluster, drains=drains)
     for engine in cluster.engines:
         engine.pages.check_watched(everything=True)
-    found: dict[str, float] = {
+    return found
+
+
+def _held(cluster: Cluster, *, drains: bool) -> dict[str, float]:
+    stagings = [engine.staging for engine in cluster.engines]
+    held: dict[str, float] = {
         "held_staging_bytes": sum(staging.num_held_bytes for staging in stagings),
         "open_put_sessions": sum(engine.store.num_open_puts for engine in cluster.engines),
         "open_get_sessions": sum(engine.store.num_open_gets for engine in cluster.engines),
     }
-    if drain_s:
-        found["leaked_staging_bytes"] = sum(
+    if drains:
+        held["leaked_staging_bytes"] = sum(
             staging.num_bytes - staging.num_free_bytes for staging in stagings
         )
-    return found
+    return held
 
 
 def close_at_work(engine: Engine, tally: Tally) -> None:
