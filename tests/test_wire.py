@@ -52,10 +52,14 @@ def test_what_a_call_raises_is_the_callers(wire: Wire) -> None:
 
 
 def test_a_call_that_was_not_begun_can_be_cancelled(wire: Wire) -> None:
-    leave, done = threading.Event(), []
-    running = [wire.call(lambda: leave.wait(LIMIT_S)) for _ in range(2)]
+    entered, leave, done = threading.Barrier(3), threading.Event(), []
+    running = [
+        wire.call(lambda: entered.wait(LIMIT_S) >= 0 and leave.wait(LIMIT_S)) for _ in range(2)
+    ]
     waiting = wire.call(lambda: done.append(1))
+    entered.wait(LIMIT_S)
     assert waiting.cancel()
+    assert not any(call.cancel() for call in running)
     leave.set()
     assert all(call.result(LIMIT_S) for call in running)
     with pytest.raises(CancelledError):
