@@ -13,6 +13,7 @@ from kvferry.kernels.page_ids import PageIds
 from kvferry.linker.layer_load import LayerLoad
 from kvferry.linker.layer_plan import GroupPart, Piece, Rows
 from kvferry.linker.plan import SpacePlan
+from kvferry.linker.ranges import of_part, of_plans, ranged
 from kvferry.linker.seal import Checked, Seal, ends_of
 from kvferry.linker.staging import Span
 from kvferry.linker.store import ObjectResult, Outcome
@@ -145,6 +146,7 @@ class Batch:
 
     # ---- bytes ----
 
+    @ranged(lambda _, part, rows, span, results: of_part("unpack", part, rows))
     def unpack(
         self,
         part: GroupPart,
@@ -208,6 +210,7 @@ class Batch:
                 ends_of(objects, end - first, piece.stride_bytes, behind, plan.end_bytes)
             )
 
+    @ranged(lambda _, plan, *rest: of_plans("unpack", [plan], "objects"))
     def unpack_whole(
         self,
         plan: SpacePlan,

@@ -11,6 +11,7 @@ from kvferry.kernels.counters import Step
 from kvferry.linker.counter_sets import CounterSet
 from kvferry.linker.layer_plan import Rows
 from kvferry.linker.plan import SpaceIds
+from kvferry.linker.ranges import Range, ranged
 from kvferry.linker.streams import Fence, fence_of_caller
 from kvferry.linker.trace import Trace
 from kvferry.linker.transfer import Timings, Transfer, TransferResult
@@ -127,6 +128,7 @@ class LayerLoad:
         taken, step = self._started()
         taken.wait.arm(step)
 
+    @ranged(lambda _, layer: Range("wait", f"layer {layer}"))
     def wait_layer(self, layer: int) -> Waited:
         """Hold this thread, or the current stream, until a layer's pages may be read.
 

@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Mapping
 from functools import partial
 
-import nvtx
-
 from kvferry.errors import StoreClosed, StoreError, StoreUnavailable, TransferFailed
 from kvferry.kernels.pack import Packer
 from kvferry.linker.attempts import Attempts, reason_of
@@ -18,6 +16,7 @@ from kvferry.linker.layer_staging import StagedPart, acquire
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.memory import flush_gpudirect
 from kvferry.linker.plan import SpacePlan
+from kvferry.linker.ranges import of_part, of_plans, of_rows, ranged
 from kvferry.linker.seal import Checked, Seal, wait
 from kvferry.linker.staging import Span, StagingBuffer
 from kvferry.linker.store import GetSession, ObjectResult, Outcome, Store
@@ -91,6 +90,7 @@ class _Run:
         self._next_group = 0
         self._session: GetSession | None = None
 
+    @ranged(lambda run: of_rows("load", run._load.rows))
     def carry_out(self) -> None:
         """Do everything, and let go of everything."""
         load, loader = self._load, self._loader
@@ -98,16 +98,15 @@ class _Run:
         self._parts_left = [len(of_group) for of_group in parts]
         try:
             self._open()
-            with nvtx.annotate("load layers", domain="kvferry"):
-                for part in (part for of_group in parts for part in of_group):
-                    self._fetch(part)
-                    while len(self._fetching) > loader._fetch_ahead:
-                        self._land()
-                while self._fetching:
+            for part in (part for of_group in parts for part in of_group):
+                self._fetch(part)
+                while len(self._fetching) > loader._fetch_ahead:
                     self._land()
-                while self._batch.lacking:
-                    self._rescue()
-                self._signal()
+            while self._fetching:
+                self._land()
+            while self._batch.lacking:
+                self._rescue()
+            self._signal()
             while self._landing:
                 self._retire()
             begin_s = time.perf_counter()
@@ -160,6 +159,7 @@ class _Run:
         self._fetching.append(item)
         item.call = self._loader._wire.call(partial(self._read, item))
 
+    @ranged(lambda _, item: of_part("wire", item.part, item.rows))
     def _read(self, item: StagedPart) -> list[ObjectResult]:
         """Fetch the open rows' ranges of a part; in a wire thread."""
         assert self._session is not None
@@ -246,6 +246,7 @@ class _Run:
             self._load.timings.wire_us += attempts.wire_us
             span.release(after_s=attempts.drain_s)
 
+    @ranged(lambda _, plan, span, attempts: of_plans("wire", [plan], "objects"))
     def _fetch_whole(
         self, plan: SpacePlan, span: Span, attempts: Attempts
     ) -> tuple[Checked | None, dict[str, str]]:

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Mapping
 from functools import partial
 
-import nvtx
 import torch
 
 from kvferry.errors import TransferFailed
@@ -18,6 +17,7 @@ from kvferry.linker.layer_save import LayerSave
 from kvferry.linker.layer_staging import StagedPart, acquire
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.plan import SpacePlan
+from kvferry.linker.ranges import of_layers, of_part, of_plans, ranged
 from kvferry.linker.seal import Seal, ends_of, wait
 from kvferry.linker.staging import Span, StagingBuffer
 from kvferry.linker.store import ObjectResult, Outcome, PutSession, Store
@@ -89,6 +89,7 @@ class _Run:
         self._failures: dict[str, str] = {}
         self._last_pack = Fence()
 
+    @ranged(lambda run: of_plans("save", run._save.plans, "layers"))
     def carry_out(self) -> None:
         """Do everything, and let go of everything."""
         save = self._save
@@ -99,18 +100,15 @@ class _Run:
                 missing = self._open(missing)
             if missing:
                 self._prepare(missing)
-                with nvtx.annotate("save layers", domain="kvferry"):
-                    parts = cut(
-                        self._saver._layout, self._rows, save.groups, self._saver._part_bytes
-                    )
-                    for group, of_group in enumerate(parts):
-                        behind = self._written(group) if group else first
-                        for part in of_group:
-                            self._pack(part, behind)
-                    wait(self._last_pack)
-                    save.mark_packed()
-                    while self._staged:
-                        self._retire()
+                parts = cut(self._saver._layout, self._rows, save.groups, self._saver._part_bytes)
+                for group, of_group in enumerate(parts):
+                    behind = self._written(group) if group else first
+                    for part in of_group:
+                        self._pack(part, behind)
+                wait(self._last_pack)
+                save.mark_packed()
+                while self._staged:
+                    self._retire()
                 self._finish()
             save.mark_packed()
             save.progress.failures.update(self._failures)
@@ -194,6 +192,7 @@ class _Run:
 
     # ---- bytes ----
 
+    @ranged(lambda run, group: of_layers("wait", run._save.groups[group]))
     def _written(self, group: int) -> Fence:
         """Wait for the model to write a layer group.
 
@@ -227,7 +226,14 @@ class _Run:
         rows = [range(piece.first_row, piece.end_row) for piece in part.pieces]
         item = StagedPart(part, span, rows)
         self._staged.append(item)
-        with save.touching_pages() as touched:
+        self._launch(item, behind)
+        item.call = saver._wire.call(partial(self._send, item))
+
+    @ranged(lambda _, item, behind: of_part("pack", item.part, item.rows))
+    def _launch(self, item: StagedPart, behind: Fence) -> None:
+        """Pack a part into its span."""
+        saver, part, span = self._saver, item.part, item.span
+        with self._save.touching_pages() as touched:
             with saver.lane.work(behind) as fences:
                 for piece in part.pieces:
                     saver._packers[piece.space].pack(
@@ -243,8 +249,8 @@ class _Run:
         item.fence = self._last_pack = fences[-1]
         if saver._trace is not None:
             saver._trace.add_fence("pack", part.name, item.fence, bytes=part.num_bytes)
-        item.call = saver._wire.call(partial(self._send, item))
 
+    @ranged(lambda _, item: of_part("wire", item.part, item.rows))
     def _send(self, item: StagedPart) -> dict[str, ObjectResult]:
         """Write a part's ranges into their objects; in a wire thread."""
         assert self._session is not None

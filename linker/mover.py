@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-import nvtx
 import torch
 
 from kvferry.errors import TransferFailed
@@ -18,12 +17,15 @@ from kvferry.linker.layer_staging import acquire
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.memory import flush_gpudirect
 from kvferry.linker.plan import SpacePlan
+from kvferry.linker.ranges import of_plans, ranged
 from kvferry.linker.seal import Seal, ends_of, wait
 from kvferry.linker.staging import Span, StagingBuffer
 from kvferry.linker.store import ObjectResult, Outcome, Store
 from kvferry.linker.streams import Fence, Lane
 from kvferry.linker.trace import Trace
 from kvferry.linker.transfer import Ended, Transfer
+
+_KERNELS = {"save": "pack", "load": "unpack"}
 
 
 @dataclass
@@ -71,6 +73,7 @@ class Mover:
         self._seal = Seal(layout, self.lane, backend) if integrity else None
         self._trace = trace
 
+    @ranged(lambda _, transfer: of_plans(transfer.kind, transfer.plans))
     def move(self, transfer: Transfer) -> None:
         """Carry out a transfer and end its handle.
 
@@ -79,16 +82,15 @@ class Mover:
             KVFerryError: it failed; the caller ends the handle.
         """
         staged: deque[_Staged] = deque()
-        with nvtx.annotate(transfer.kind, domain="kvferry"):
-            try:
-                if transfer.kind == "save":
-                    self._save(transfer, staged)
-                else:
-                    self._load(transfer, staged)
-            finally:
-                with ExitStack() as rest:  # all of it, whatever one of them raises
-                    for item in staged:
-                        rest.callback(self._release, item)
+        try:
+            if transfer.kind == "save":
+                self._save(transfer, staged)
+            else:
+                self._load(transfer, staged)
+        finally:
+            with ExitStack() as rest:  # all of it, whatever one of them raises
+                for item in staged:
+                    rest.callback(self._release, item)
         transfer.finish()
 
     def _save(self, transfer: Transfer, staged: deque[_Staged]) -> None:
@@ -235,6 +237,7 @@ class Mover:
         transfer.timings.staging_us += _us_since(begin)
         return span
 
+    @ranged(lambda _, transfer, item: of_plans(_KERNELS[transfer.kind], [item.part], "objects"))
     def _launch(self, transfer: Transfer, item: _Staged) -> None:
         """Pack or unpack a part that holds its span."""
         part, packer, objects = item.part, self._packers[item.part.space], item.span.tensor
@@ -265,9 +268,10 @@ class Mover:
             touched.extend(fences)
         item.fence = fences[-1]
         if self._trace is not None:
-            lane = "unpack" if loading else "pack"
+            lane = _KERNELS[transfer.kind]
             self._trace.add_fence(lane, "objects", item.fence, bytes=part.num_bytes)
 
+    @ranged(lambda _, transfer, call, item, again: of_plans("wire", [item.part], "objects"))
     def _call(
         self,
         transfer: Transfer,
