@@ -10,8 +10,10 @@ import gc
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +34,11 @@ GROWTH_BYTES = 64 << 20
 def main() -> int:
     """Run, print the table and the bars; the exit status tells whether all are kept."""
     options = _options()
-    os.environ.setdefault("MC_LOG_LEVEL", "FATAL")
+    log_path = _logs_apart()
     torch.set_num_threads(1)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 31)
     seconds = options.minutes * 60
-    print(f"soak of {options.minutes:g} minutes, --seed {seed}", flush=True)
+    print(f"soak of {options.minutes:g} minutes, --seed {seed}; logs: {log_path}", flush=True)
     tally = Tally()
     watch = Watch(tally)
     threads_before = threading.active_count()
@@ -73,7 +75,10 @@ def main() -> int:
         Bar("linkers_that_recovered", recovered, len(cluster.engines), at_least=True),
         Bar("growth_mb", watch.growth_bytes() / 1e6, GROWTH_BYTES / 1e6, at_least=False),
     ]
-    return report("soak", rows, bars)
+    status = report("soak", rows, bars)
+    if status == 0:
+        log_path.unlink()
+    return status
 
 
 def _options() -> argparse.Namespace:
@@ -82,6 +87,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of callers and faults; chosen if left out")
     parser.add_argument("--write", action="store_true", help="record the figures")
     return parser.parse_args()
+
+
+def _logs_apart() -> Path:
+    """Send what is logged to a file: Mooncake writes lines for every call that a fault breaks."""
+    handle, name = tempfile.mkstemp(prefix="kvferry-soak-", suffix=".log")
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)  # where the stacks of a hang still go
+    os.dup2(handle, 2)
+    os.close(handle)
+    return Path(name)
 
 
 def _run(seed: int, seconds: float, cluster: Cluster, tally: Tally, watch: Watch) -> list[str]:

@@ -45,7 +45,7 @@ class Watch:
 
     def look(self) -> bool:
         """Note the memory, and say whether an operation hangs; then all stacks are printed."""
-        faulthandler.dump_traceback_later(STUCK_S, exit=True)
+        faulthandler.dump_traceback_later(STUCK_S, exit=True, file=sys.stderr)
         now = time.monotonic()
         self.resident.append((now - self._began, resident_bytes()))
         late = {
