@@ -24,6 +24,7 @@ KINDS = {
     "object cut short": 30,
     "store crowded": 5,
     "owner frozen": 4,
+    "master frozen": 2,
     "master restarted": 2,
     "owner restarted": 2,
 }
@@ -52,7 +53,8 @@ class Faults(threading.Thread):
             "object with another's bytes": self._exchange,
             "object cut short": self._cut,
             "store crowded": self._crowd,
-            "owner frozen": self._freeze_owner,
+            "owner frozen": lambda: self._freeze(self._cluster.owner.pid),
+            "master frozen": lambda: self._freeze(self._cluster.master.pid),
             "master restarted": self._restart_master,
             "owner restarted": self._restart_owner,
         }
@@ -87,8 +89,7 @@ class Faults(threading.Thread):
         self._until_started(self._cluster.owner.start)
         return True
 
-    def _freeze_owner(self) -> bool:
-        pid = self._cluster.owner.pid
+    def _freeze(self, pid: int | None) -> bool:
         if pid is None:
             return False
         os.kill(pid, signal.SIGSTOP)
