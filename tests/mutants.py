@@ -248,6 +248,29 @@ MUTANTS = (
         "if begun and ended:",
         "tests/test_worker.py",
     ),
+    Mutant(
+        "a call that raises leaves its NVTX range open",
+        "linker/ranges.py",
+        "            try:\n                return function(*arguments, **options)\n"
+        "            finally:\n                described.close()\n",
+        "            result = function(*arguments, **options)\n"
+        "            described.close()\n            return result\n",
+        "tests/test_ranges.py",
+    ),
+    Mutant(
+        "an NVTX range tells the bytes of its first index space alone",
+        "linker/ranges.py",
+        "num_bytes = sum(plan.num_bytes for plan in plans)",
+        "num_bytes = plans[0].num_bytes if plans else 0",
+        "tests/test_ranges.py",
+    ),
+    Mutant(
+        "a save's ranges on the wire are not told to NVTX",
+        "linker/layer_saver.py",
+        '    @ranged(lambda _, item: of_part("wire", item.part, item.rows))\n',
+        "",
+        "tests/test_ranges.py",
+    ),
 )
 
 
