@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.handles import Launch, is_interpreted
+from kvferry.kernels.metadata import signal_metadata, wait_metadata
 
 LAYERS_PER_PROGRAM = 32
 _SIGNAL_ARGUMENTS = (
@@ -74,7 +75,7 @@ def _nanoseconds():
     )
 
 
-@triton.jit(do_not_specialize=_SIGNAL_ARGUMENTS)
+@triton.jit(do_not_specialize=_SIGNAL_ARGUMENTS, launch_metadata=signal_metadata)
 def _signal_kernel(
     values_address: tl.int64,  # [num_layers] int64, the counters
     mirror_address: tl.int64,  # [num_layers] int64 in the host's memory; if MIRROR
@@ -107,7 +108,7 @@ def _signal_kernel(
         _store_released(mirror, after, mask, ASM)
 
 
-@triton.jit(do_not_specialize=_WAIT_ARGUMENTS)
+@triton.jit(do_not_specialize=_WAIT_ARGUMENTS, launch_metadata=wait_metadata)
 def _wait_kernel(
     values_address: tl.int64,  # [num_layers] int64, the counters
     targets_address: tl.int64,  # [num_layers + 1] int64: targets, and the number of their step
