@@ -1,6 +1,8 @@
 """Threads that sit in store calls for one direction, so that kernels are launched meanwhile."""
 
+import contextlib
 import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -28,8 +30,10 @@ class Wire:
         """Make the threads with the first call; `begin` is called first in each."""
         self._name = name
         self._begin = begin
-        self._changed = threading.Condition()
+        # No condition: an exit thrown into its code, which is Python, would leave it locked.
+        self._lock = threading.Lock()
         self._waiting: deque[_Call] = deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # a token for each call
         self._threads: list[threading.Thread | None] = [None] * num_threads
         self._closed = False
 
@@ -43,21 +47,22 @@ class Wire:
             TransferFailed: the wire is closed.
         """
         call = _Call(work)
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise TransferFailed(f"{self._name}: the linker is closed", cause="closed")
             self._waiting.append(call)
             for number, thread in enumerate(self._threads):
                 if thread is None or not thread.is_alive():
                     self._start(number)
-            self._changed.notify()
+        self._wake.put(None)
         return call.future
 
     def close(self) -> None:
         """Take no more calls; the threads end after those that they have. Does not wait."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+        for _ in self._threads:
+            self._wake.put(None)
 
     def _start(self, number: int) -> None:
         thread = threading.Thread(
@@ -72,6 +77,7 @@ class Wire:
         try:
             self._begin()
             begun = True
+            self._wake.put(None)  # whom this thread replaces may have died with one in hand
             while self._take(taken):
                 taken[-1].carry_out()
                 taken.clear()
@@ -79,7 +85,7 @@ class Wire:
         # An exit that somebody throws into this thread may come between any two of its steps.
         except BaseException as error:
             log.exception("thread %s-%d ended, wanted it to go on", self._name, number)
-            with self._changed:
+            with self._lock:
                 if not begun:
                     taken += self._waiting
                     self._waiting.clear()
@@ -87,19 +93,21 @@ class Wire:
                 call.fail(error)
         finally:
             if begun and not ended:
-                with self._changed:
+                with self._lock:
                     self._start(number)
 
     def _take(self, taken: "list[_Call]") -> bool:
         """Move the next call from the queue to the list; False once there will be none any more."""
-        with self._changed:
-            while not self._waiting:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=_IDLE_POLL_S)
+            with self._lock:
+                if self._waiting:
+                    taken.append(self._waiting[0])  # first, so that it is always in one of them
+                    self._waiting.popleft()
+                    return True
                 if self._closed:
                     return False
-                self._changed.wait(_IDLE_POLL_S)
-            taken.append(self._waiting[0])  # in this order, so that it is always in one of them
-            self._waiting.popleft()
-            return True
 
 
 class _Call:
