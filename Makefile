@@ -9,7 +9,7 @@ READY_VLLM := .venv-vllm/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-deep mutants soak test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-layers bench-overlap bench-sass bench-pack figures clean
+.PHONY: help demo test test-deep mutants soak test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-layers bench-overlap bench-sass bench-pack bench-ranges nsys ncu figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -68,6 +68,17 @@ bench-sass: $(READY) ## machine code of the kernels, by compiling alone
 
 bench-pack: $(READY) ## pack and unpack beside Tensor.copy_ of as many bytes
 	$(BIN)/python benchmarks/bench_pack.py
+
+bench-ranges: $(READY) ## what NVTX ranges cost a transfer, with a tool that listens and without
+	$(BIN)/python benchmarks/bench_ranges.py
+
+NSIGHT = OUT="$(or $(OUT),nsight)" RANGE="$(RANGE)" LAUNCHES="$(LAUNCHES)" \
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/nsight.sh
+nsys: $(READY) ## a timeline by Nsight Systems of the demo, or of CMD="..." (RANGE, OUT)
+	$(NSIGHT) nsys $(or $(CMD),python -m kvferry demo)
+
+ncu: $(READY) ## our kernels by Nsight Compute, in the demo or in CMD="..." (RANGE, OUT, LAUNCHES)
+	$(NSIGHT) ncu $(or $(CMD),python -m kvferry demo)
 
 figures: $(READY) ## measure everything that the documents quote, and write it there
 	$(BIN)/python benchmarks/figures.py
