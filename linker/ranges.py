@@ -1,12 +1,14 @@
 """NVTX ranges in domain `kvferry`: one per transfer, per part on its way, per layer waited for."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import nvtx
+from numpy.typing import NDArray
 
 from kvferry.linker.layer_plan import GroupPart, Rows
 from kvferry.linker.plan import SpacePlan
@@ -32,6 +34,16 @@ is_heard = nvtx.enabled() and isinstance(_domain, nvtx.Domain)
 # All at once, here: the package numbers categories as they come, without a lock.
 _categories = {kind: _domain.get_category_id(kind) for kind in COLOURS} if is_heard else {}
 
+
+class _Mine(threading.local):
+    """What a thread has told of its ranges before, by kind and rest of the name: each once."""
+
+    def __init__(self) -> None:
+        self.attributes: dict[tuple[str, str], tuple[Any, NDArray[Any] | None]] = {}
+
+
+_mine = _Mine()
+
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 
@@ -43,24 +55,28 @@ class Range:
         kind: one of `COLOURS`.
         what: the rest of its name. Tools keep every name for good, so this may tell layers, of
             which there are few, and no sizes.
-        num_bytes, num_pages: its payload.
+        num_bytes, num_pages: its payload; none for a range in which nothing moves.
     """
 
     kind: str
     what: str = ""
-    num_bytes: int = 0
+    num_bytes: int | None = None
     num_pages: int = 0
 
     def open(self) -> None:
         """Begin the range in this thread; `close` ends it."""
-        _domain.push_range(
-            _domain.get_event_attributes(
-                f"{self.kind} {self.what}".rstrip(),
-                COLOURS[self.kind],
-                _categories[self.kind],
-                np.array((self.num_bytes, self.num_pages), dtype=_PAYLOAD),
+        known = _mine.attributes.get((self.kind, self.what))
+        if known is None:
+            payload = None if self.num_bytes is None else np.zeros((), _PAYLOAD)
+            name = f"{self.kind} {self.what}".rstrip()
+            attributes = _domain.get_event_attributes(
+                name, COLOURS[self.kind], _categories[self.kind], payload
             )
-        )
+            known = _mine.attributes[self.kind, self.what] = (attributes, payload)
+        attributes, payload = known
+        if payload is not None:
+            payload[()] = (self.num_bytes, self.num_pages)  # the attributes point to it
+        _domain.push_range(attributes)
 
     @staticmethod
     def close() -> None:

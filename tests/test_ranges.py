@@ -18,6 +18,7 @@ from kvferry.linker.ranges import COLOURS, Range, ranged
 SCRIPT = Path(__file__).parent / "ranged_transfers.py"
 TRANSFERS = ("save", "load", "save layers", "load layers")
 GROUPS = ["layers 0..0", "layers 1..2", "layers 3..4"]
+WHATS = [*GROUPS, "objects"]
 
 Told = list[dict[str, Any]]
 Both = tuple[Told, list[Heard]]
@@ -78,7 +79,12 @@ def test_domain_colours_and_categories(heard: Both) -> None:
     assert {one.domain for one in found} == {"kvferry"}
     assert {one.category for one in found} == set(COLOURS)
     assert len(set(COLOURS.values())) == len(COLOURS)
+    # Tools keep every name for good: names tell layers, never sizes.
+    moves = [f"{kind} {what}" for kind in ("pack", "unpack", "wire") for what in WHATS]
+    waits = [f"wait {what}" for what in (*GROUPS, *(f"layer {layer}" for layer in range(5)))]
+    assert {one.name for one in found} == {*TRANSFERS, *moves, *waits}
     for one in found:
+        assert (one.num_bytes == -1) == (one.category == "wait")
         assert one.colour == COLOURS[one.category]
         assert one.name.split()[0] == one.category
 
