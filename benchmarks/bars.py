@@ -17,8 +17,8 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
-    "torch", "triton", "numpy", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13",
-    "mooncake-transfer-engine-non-cuda",
+    "torch", "triton", "numpy", "nvtx", "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda",
 )  # fmt: skip
 
 

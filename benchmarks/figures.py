@@ -16,6 +16,10 @@ from bars import RESULTS, machine, table
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = {
     "host": ("make bench-host", "How much Python runs before the bytes of a save move?"),
+    "ranges": (
+        "make bench-ranges",
+        "What do NVTX ranges cost a transfer of one part, beyond functions without any?",
+    ),
     "sass": ("make bench-sass", "What does the compiler make of the kernels for long runs?"),
     "pack_cpu": (
         "make bench-pack",
