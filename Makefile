@@ -9,7 +9,7 @@ READY_VLLM := .venv-vllm/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-deep mutants soak test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-layers bench-overlap bench-sass bench-pack bench-ranges nsys ncu figures clean
+.PHONY: help demo test test-faults test-deep mutants soak test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-layers bench-overlap bench-sass bench-pack bench-ranges nsys ncu figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -19,6 +19,9 @@ demo: $(READY) ## save and load pages through a real Mooncake master on this mac
 
 test: $(READY) ## the whole core suite
 	$(BIN)/python -m pytest
+
+test-faults: $(READY) ## faults of real Mooncake processes and of the linker's own threads
+	$(BIN)/python -m pytest fault_tests
 
 test-deep: $(READY) ## the property tests with ten times as many random layouts
 	KVFERRY_HYPOTHESIS=deep $(BIN)/python -m pytest tests/test_pack.py tests/test_runs.py \

@@ -1,0 +1,94 @@
+"""The owner of the memory is killed or frozen, before a transfer and in the midst of one."""
+
+from collections.abc import Callable
+
+import pytest
+from bed import Bed, words
+from cluster import CLIENT_TTL_S, Cluster, wait_until, within
+from forms import BATCH, LAYERS, SLACK_S, WHOLE, Form, Moving
+from hooked import Do
+
+RECONNECT_S = 1.0  # Mooncake's pause before it tries a lost peer again, spent in the call
+STATUS_S = 2.0  # MC_TCP_STATUS_TIMEOUT_SEC, see conftest.py
+
+
+def found(*movings: Moving) -> set[str]:
+    return {word for moving in movings for end in moving.end() for word in words(end)}
+
+
+def test_a_killed_owner_is_a_failure_and_then_a_miss(
+    cluster: Cluster, bed: Bed, form: Form
+) -> None:
+    keys, pages = bed.saved(4)
+    targets = bed.targets(pages)
+    cluster.owner.kill()
+    with within(8 * RECONNECT_S + SLACK_S):
+        moved = [bed.save(form, bed.keys(2), bed.sources(2)), bed.load(form, keys, targets)]
+        assert found(*moved) <= {"transport", "missing", "no space"}
+        assert all(words(end) for moving in moved for end in moving.end())
+    # Once the master has forgotten it, its objects are gone and there is no room.
+    wait_until(lambda: bed.linker.lookup(keys) == [], CLIENT_TTL_S + 10)
+    assert found(bed.load(form, keys, targets)) == {"missing"}
+    assert found(bed.save(form, bed.keys(2), bed.sources(2))) == {"no space"}
+    bed.check_poisoned(targets)
+    cluster.heal()
+    bed.check_after(form)
+
+
+@pytest.mark.parametrize(
+    ("form", "nth"),
+    [(WHOLE, 0), (LAYERS, 0), (LAYERS, 1), (BATCH, 1)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_an_owner_that_dies_in_the_midst(cluster: Cluster, bed: Bed, form: Form, nth: int) -> None:
+    keys, pages = bed.saved(4)
+    bed.store.before["read" if form.by_layer else "get"] = Do(cluster.owner.kill, nth)
+    with within(8 * RECONNECT_S + SLACK_S):
+        load = bed.load(form, keys, bed.targets(pages))
+        assert found(load) <= {"transport", "missing"}
+        assert all(words(end) for end in load.end())
+    cluster.heal()
+    bed.store.before.clear()
+    bed.store.before["write" if form.by_layer else "put"] = Do(cluster.owner.kill, nth)
+    with within(8 * RECONNECT_S + SLACK_S):
+        save = bed.save(form, bed.keys(4), bed.sources(4))
+        assert found(save) <= {"transport", "missing", "no space"}
+        assert all(words(end) for end in save.end())
+    cluster.heal()
+    bed.check_after(form)
+
+
+def test_a_frozen_owner_costs_one_time_limit_and_its_span_is_kept_back(
+    cluster: Cluster, bed: Bed, form: Form
+) -> None:
+    keys, pages = bed.saved(4)
+    with cluster.frozen(cluster.owner):
+        with within(4 * STATUS_S + SLACK_S):
+            moved = [
+                bed.save(form, bed.keys(2), bed.sources(2)),
+                bed.load(form, keys, bed.targets(pages)),
+            ]
+            for moving in moved:
+                assert all(words(end) for end in moving.end())
+                # The master forgets the owner at about the time when the first calls come back.
+                assert found(moving) <= {"transport", "no space", "missing"}
+        wait_until(lambda: bed.staging.num_held_bytes == 0)
+        assert bed.staging.num_free_bytes < bed.staging.num_bytes  # bytes may still come or go
+    cluster.heal()
+    bed.check_after(form)
+
+
+def test_an_owner_that_is_frozen_past_the_deadline(
+    cluster: Cluster, make_bed: Callable[..., Bed], form: Form
+) -> None:
+    bed = make_bed(transfer_timeout_s=0.5)
+    keys, pages = bed.saved(4)
+    targets = bed.targets(pages)
+    with cluster.frozen(cluster.owner):
+        with within(0.5 + SLACK_S):
+            load = bed.load(form, keys, targets)
+            assert found(load) == {"deadline"}
+        bed.check_poisoned(targets)
+    cluster.heal()
+    bed.check_poisoned(targets)  # what arrives late lands nowhere
+    bed.check_after(form)
