@@ -11,119 +11,107 @@ import triton.language as tl
 
 from kvferry.kernels.device import checksum_terms, divide, load_page_id
 from kvferry.kernels.handles import Launch
-from kvferry.kernels.tables import Move, Table
+from kvferry.kernels.metadata import units_metadata
+from kvferry.kernels.tables import Move, Table, divisor
 from kvferry.launch import LaunchConfig
 
 MAX_ROWS_PER_LAUNCH = 65535
 """Grid limit along the second axis."""
+
+MAX_BLOCKS = 2**31 - 2**16
+"""Blocks of one launch that programs under a budget count through."""
 
 FEW_PAGES_UNITS = 128
 """From so many units per page on, a program's pages are so few that it sums one after another."""
 
 _UNIT_ARGUMENTS = (
     "rows_address", "ids_address", "object_address", "object_stride", "sums_address", "num_layers",
-    "num_pages", "num_pool_pages", "tail_page", "tail_tokens",
+    "num_pages", "num_pool_pages", "tail_page", "tail_tokens", "num_blocks", "row_divisor",
+    "blocks_per_row",
 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_UNIT_ARGUMENTS)
-def _move_units_kernel(
-    rows_address: tl.int64,  # [num_rows, 13] int64, see `Tables.units`
-    ids_address: tl.int64,  # [num_pages] page ids of ID_BYTES each
-    object_address: tl.int64,  # object 0, such that row offsets count from here
-    object_stride: tl.int64,
-    sums_address: tl.int64,  # [num_pages, num_layers] int64, added to; if SUM
-    num_layers: tl.int64,
-    num_pages: tl.int32,
-    num_pool_pages: tl.int64,
-    tail_page: tl.int64,  # which page has the tail; if TAIL
-    tail_tokens: tl.int64,
-    UNITS: tl.constexpr,
-    UNIT_BYTES: tl.constexpr,
-    MOVE: tl.constexpr,  # PACK, UNPACK or SUM_ONLY
-    ID_BYTES: tl.constexpr,
-    TAIL: tl.constexpr,  # WHOLE, ZERO_TAIL or KEEP_TAIL
-    SUM: tl.constexpr,
+@triton.jit
+def _move_block(
+    row, first, ids_address, object_address, object_stride, sums_address, num_layers, num_pages,
+    num_pool_pages, tail_page, tail_tokens, UNITS: tl.constexpr, UNIT_BYTES: tl.constexpr,
+    MOVE: tl.constexpr, ID_BYTES: tl.constexpr, TAIL: tl.constexpr, SUM: tl.constexpr,
     FEW_PAGES: tl.constexpr,
-):
-    row = (
-        rows_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * 13
-    )
+):  # fmt: skip
+    """Move UNITS units of a row, from number `first` on, if there are so many."""
     units_per_part = tl.load(row + 3).to(tl.int32)
     units_per_page = tl.load(row + 4).to(tl.int32)
-    first = tl.program_id(0) * UNITS
     num_units = num_pages * units_per_page  # under 2**31, as the launcher sees to
     if first < num_units:
         unit = first + tl.arange(0, UNITS)
         mask = unit < num_units
         page = divide(unit, tl.load(row + 8))
-        in_page = unit - page * units_per_page
+        in_page = unit + page * -units_per_page  # the negation once, not for every unit
         part = divide(in_page, tl.load(row + 7))
-        in_part = in_page - part * units_per_part
-        position = (  # in the object
-            tl.load(row + 2)
-            + part.to(tl.int64) * tl.load(row + 6)
-            + in_part.to(tl.int64) * UNIT_BYTES
-        )
-        packed = page.to(tl.int64) * object_stride + position
+        in_part = in_page + part * -units_per_part
+        # Known not to be negative, 32 bits take half as many instructions to multiply by 64.
+        wide_page = page.to(tl.uint32).to(tl.int64)
+        wide_part = part.to(tl.uint32).to(tl.int64)
+        in_part_bytes = in_part.to(tl.uint32).to(tl.int64) * UNIT_BYTES
+        in_object = tl.load(row + 2) + wide_part * tl.load(row + 6) + in_part_bytes
+        packed = wide_page * object_stride + in_object
+        # Where the stores go is worked out first: so the compiler keeps it in fewer registers, and
+        # one more program fits on a multiprocessor.
+        if MOVE == 0:
+            packed_at = object_address.to(tl.int64) + packed
+        pool = packed
         if MOVE != 2:
             page_id = load_page_id(ids_address.to(tl.int64), page, mask, ID_BYTES)
-            mask = mask & (page_id >= 0) & (page_id < num_pool_pages)
-            pool = (
-                page_id * tl.load(row + 1)
-                + part.to(tl.int64) * tl.load(row + 5)
-                + in_part.to(tl.int64) * UNIT_BYTES
-            )
-        else:
-            pool = packed
+            # As unsigned numbers, so that a negative id is out of bounds too.
+            mask = mask & (page_id.to(tl.uint64) < num_pool_pages.to(tl.uint64))
+            pool = page_id.to(tl.uint32).to(tl.int64) * tl.load(row + 1)
+            pool += wide_part * tl.load(row + 5) + in_part_bytes
         kept = mask
         if TAIL != 0:
-            token_byte = (
-                tl.load(row + 11)
-                + part.to(tl.int64) * tl.load(row + 10)
-                + in_part.to(tl.int64) * UNIT_BYTES
-            )
+            token_byte = tl.load(row + 11) + wide_part * tl.load(row + 10) + in_part_bytes
             cut = (page == tail_page) & (token_byte >= tail_tokens.to(tl.int64) * tl.load(row + 9))
             kept = mask & (cut == 0)
-        pool_address = tl.load(row)
-        object_address = object_address.to(tl.int64)
+        pool_at = tl.load(row) + pool
+        if MOVE != 0:
+            packed_at = object_address.to(tl.int64) + packed
         if UNIT_BYTES == 16:
+            # Two words of 8 bytes: the hint on the pointers makes one access of them.
             half = tl.arange(0, 2)[None, :]
-            pool_units = tl.multiple_of(pool_address.to(tl.pointer_type(tl.int64)), 16) + (
-                tl.multiple_of(pool >> 3, 2)[:, None] + half
+            pool_units = tl.multiple_of(pool_at.to(tl.pointer_type(tl.int64)), 16)[:, None] + half
+            packed_units = (
+                tl.multiple_of(packed_at.to(tl.pointer_type(tl.int64)), 16)[:, None] + half
             )
-            packed_units = tl.multiple_of(object_address.to(tl.pointer_type(tl.int64)), 16) + (
-                tl.multiple_of(packed >> 3, 2)[:, None] + half
-            )
-            position = position[:, None] + half * 8
             mask = mask[:, None]
             kept = kept[:, None]
         elif UNIT_BYTES == 8:
-            pool_units = pool_address.to(tl.pointer_type(tl.int64)) + (pool >> 3)
-            packed_units = object_address.to(tl.pointer_type(tl.int64)) + (packed >> 3)
+            pool_units = pool_at.to(tl.pointer_type(tl.int64))
+            packed_units = packed_at.to(tl.pointer_type(tl.int64))
         elif UNIT_BYTES == 4:
-            pool_units = pool_address.to(tl.pointer_type(tl.int32)) + (pool >> 2)
-            packed_units = object_address.to(tl.pointer_type(tl.int32)) + (packed >> 2)
+            pool_units = pool_at.to(tl.pointer_type(tl.int32))
+            packed_units = packed_at.to(tl.pointer_type(tl.int32))
         elif UNIT_BYTES == 2:
-            pool_units = pool_address.to(tl.pointer_type(tl.int16)) + (pool >> 1)
-            packed_units = object_address.to(tl.pointer_type(tl.int16)) + (packed >> 1)
+            pool_units = pool_at.to(tl.pointer_type(tl.int16))
+            packed_units = packed_at.to(tl.pointer_type(tl.int16))
         else:
-            pool_units = pool_address.to(tl.pointer_type(tl.uint8)) + pool
-            packed_units = object_address.to(tl.pointer_type(tl.uint8)) + packed
+            pool_units = pool_at.to(tl.pointer_type(tl.uint8))
+            packed_units = packed_at.to(tl.pointer_type(tl.uint8))
+        source = pool_units if MOVE == 0 else packed_units
+        value = tl.load(source, mask=mask, other=0)
         if MOVE == 0:
-            value = tl.load(pool_units, mask=mask, other=0)
             tl.store(packed_units, value, mask=mask)
         else:
-            value = tl.load(packed_units, mask=mask, other=0)
             if MOVE == 1:
                 if TAIL == 1:
                     tl.store(pool_units, tl.where(kept, value, 0), mask=mask)
                 else:
                     tl.store(pool_units, value, mask=kept)
         if SUM:
+            # Where the words stand in their object.
+            position = tl.load(row + 2) + wide_part * tl.load(row + 6) + in_part_bytes
             sums = sums_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.load(row + 12)
             if UNIT_BYTES == 16:
-                terms = tl.sum(checksum_terms(value, position, 8), axis=1)
+                places = position[:, None] + tl.arange(0, 2)[None, :] * 8
+                terms = tl.sum(checksum_terms(value, places, 8), axis=1)
             else:
                 terms = checksum_terms(value, position, UNIT_BYTES)
             if FEW_PAGES:
@@ -138,6 +126,49 @@ def _move_units_kernel(
                 tl.atomic_add(cells, terms, mask=unit < num_units, sem="relaxed")
 
 
+@triton.jit(do_not_specialize=_UNIT_ARGUMENTS, launch_metadata=units_metadata)
+def _move_units_kernel(
+    rows_address: tl.int64,  # [num_rows, 13] int64, see `Tables.units`
+    ids_address: tl.int64,  # [num_pages] page ids of ID_BYTES each
+    object_address: tl.int64,  # object 0, such that row offsets count from here
+    object_stride: tl.int64,
+    sums_address: tl.int64,  # [num_pages, num_layers] int64, added to; if SUM
+    num_layers: tl.int64,
+    num_pages: tl.int32,
+    num_pool_pages: tl.int64,
+    tail_page: tl.int64,  # which page has the tail; if TAIL
+    tail_tokens: tl.int64,
+    num_blocks: tl.int32,  # of all rows; if PERSISTENT
+    row_divisor: tl.int64,  # by the blocks of a row; if PERSISTENT
+    blocks_per_row: tl.int32,
+    UNITS: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,
+    MOVE: tl.constexpr,  # PACK, UNPACK or SUM_ONLY
+    ID_BYTES: tl.constexpr,
+    TAIL: tl.constexpr,  # WHOLE, ZERO_TAIL or KEEP_TAIL
+    SUM: tl.constexpr,
+    FEW_PAGES: tl.constexpr,
+    PERSISTENT: tl.constexpr,  # whether programs go on to further blocks
+):
+    rows = rows_address.to(tl.int64).to(tl.pointer_type(tl.int64))
+    if PERSISTENT:
+        number = tl.program_id(0)
+        while number < num_blocks:
+            row = divide(number, row_divisor.to(tl.int64))
+            _move_block(
+                rows + row.to(tl.int64) * 13, (number - row * blocks_per_row) * UNITS, ids_address,
+                object_address, object_stride, sums_address, num_layers, num_pages, num_pool_pages,
+                tail_page, tail_tokens, UNITS, UNIT_BYTES, MOVE, ID_BYTES, TAIL, SUM, FEW_PAGES,
+            )  # fmt: skip
+            number += tl.num_programs(0)
+    else:
+        _move_block(
+            rows + tl.program_id(1).to(tl.int64) * 13, tl.program_id(0) * UNITS, ids_address,
+            object_address, object_stride, sums_address, num_layers, num_pages, num_pool_pages,
+            tail_page, tail_tokens, UNITS, UNIT_BYTES, MOVE, ID_BYTES, TAIL, SUM, FEW_PAGES,
+        )  # fmt: skip
+
+
 def unit_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[Launch]:
     """Yield one launch per range of layers: programs `(units of all pages, row)`.
 
@@ -148,13 +179,16 @@ def unit_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[La
         first, end = table.layer_starts[first_layer], table.layer_starts[end_layer]
         for page in range(0, move.num_pages, pages_per_launch):
             num_pages = min(pages_per_launch, move.num_pages - page)
-            for row in range(first, end, MAX_ROWS_PER_LAUNCH):
+            blocks = -(-num_pages * table.max_units // config.units_per_program)
+            rows_per_launch = min(MAX_ROWS_PER_LAUNCH, max(1, MAX_BLOCKS // blocks))
+            for row in range(first, end, rows_per_launch):
+                num_rows = min(rows_per_launch, end - row)
+                num_blocks = num_rows * blocks
+                num_programs = config.programs_for(num_blocks)
+                is_persistent = num_programs < num_blocks
                 yield Launch(
                     _move_units_kernel,
-                    (
-                        -(-num_pages * table.max_units // config.units_per_program),
-                        min(MAX_ROWS_PER_LAUNCH, end - row),
-                    ),
+                    (num_programs, 1) if is_persistent else (blocks, num_rows),
                     (
                         table.row_address(row),
                         move.ids_address + page * move.id_bytes,
@@ -166,6 +200,9 @@ def unit_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[La
                         move.num_pool_pages,
                         move.num_pages - 1 - page,
                         move.tail_tokens,
+                        num_blocks,
+                        divisor(blocks),
+                        blocks,
                     ),
                     (
                         config.units_per_program,
@@ -175,6 +212,7 @@ def unit_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[La
                         move.tail,
                         move.with_sums,
                         move.with_sums and table.min_units >= FEW_PAGES_UNITS,
+                        is_persistent,
                     ),
                     config.unit_warps,
                 )

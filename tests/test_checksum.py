@@ -87,7 +87,15 @@ ALIGNED = {
 @pytest.mark.interpreter
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("splits", [[None], [[0], [1, 2]], [[1], [0, 2]]])
-@pytest.mark.parametrize("config", [LaunchConfig(), NARROW, LaunchConfig(units_per_program=8192)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LaunchConfig(),
+        NARROW,
+        LaunchConfig(units_per_program=8192),
+        LaunchConfig(tile_bytes=1024, units_per_program=32, page_run_bytes=64, max_programs=3),
+    ],
+)
 def test_pack_and_unpack_sum_what_they_move(
     backend: str,
     splits: list[list[int] | None],

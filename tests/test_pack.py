@@ -107,6 +107,25 @@ def thinned(model: str) -> dict[str, Any]:
 
 
 @pytest.mark.interpreter
+def test_a_budget_bounds_the_programs_of_every_launch(device: torch.device) -> None:
+    layout = CacheLayout.from_description(thinned("deepseek-v3.2-dsa-fp8"))
+    layout = layout.bind(make_tensors(layout, 8, device))
+    for space, budget in itertools.product(layout.spaces, (0, 1, 5)):
+        config = LaunchConfig(max_programs=budget)
+        packer = Packer(layout, space, config)
+        ids = PageIds.check(layout, space, list(range(6)), unique=True)
+        move = packer.describe(0, ids, 1 << 20, 1 << 20, ((0, layout.num_layers),))
+        launches = list(packer.launches(move))
+        assert launches
+        for launch in launches:
+            num_programs = launch.grid[0] * launch.grid[1]
+            assert num_programs <= budget or not budget
+            assert launch.constants[-1] == (0 < budget == num_programs)
+        for path in PATHS if device.type == "cuda" else ("triton",):
+            round_trip(layout, space, path, 4, config=config, stride_slack=16)
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize("model", sorted(descriptions()))
 def test_every_model_through_the_kernels(model: str, device: torch.device) -> None:
     layout = CacheLayout.from_description(thinned(model))
@@ -239,6 +258,7 @@ def check_any_layout(layout: CacheLayout, path: str, data: st.DataObject) -> Non
         slack = data.draw(st.integers(0, 17), label="slack")
         misalign = data.draw(st.sampled_from([0, 0, 1, 4, 8]), label="misalign")
         seed = data.draw(st.integers(0, 99), label="seed")
+        budget = data.draw(st.sampled_from([0, 1, 3]), label="max_programs")
         # Bytes between the runs must stay: poison them, and count what may have changed.
         for storage in _storages(layout):
             storage.fill_(POISON)
@@ -247,7 +267,9 @@ def check_any_layout(layout: CacheLayout, path: str, data: st.DataObject) -> Non
             space,
             path,
             num_pages,
-            config=LaunchConfig(tile_bytes=1024, units_per_program=32, page_run_bytes=64),
+            config=LaunchConfig(
+                tile_bytes=1024, units_per_program=32, page_run_bytes=64, max_programs=budget
+            ),
             stride_slack=slack,
             misalign=misalign,
             splits=splits,
@@ -273,12 +295,17 @@ def test_any_layout_by_the_kernels(layout: CacheLayout, data: st.DataObject) -> 
 
 
 @pytest.mark.interpreter
-def test_an_id_outside_the_pools_reaches_no_memory(device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("budget", [0, 2])
+def test_an_id_outside_the_pools_reaches_no_memory(
+    device: torch.device, dtype: torch.dtype, budget: int
+) -> None:
     # Checked ids never are; this is the kernels' own guard, should memory be corrupted later.
     layout = CacheLayout.from_description(thinned("qwen3-8b-fp8-scales"))
     layout = layout.bind(make_tensors(layout, 3, device))
-    packer = Packer(layout, "full")
-    ids = PageIds(torch.tensor([-1, 3, 1 << 40], device=device), unique=True)
+    packer = Packer(layout, "full", LaunchConfig(max_programs=budget))
+    far = 1 << 40 if dtype == torch.int64 else -(1 << 31)
+    ids = PageIds(torch.tensor([-1, 3, far], dtype=dtype, device=device), unique=True)
     objects, whole = objects_for(device, 3, layout.object_bytes["full"])
     packer.pack(ids, objects, backend="triton")
     packer.unpack(ids, objects, backend="triton")

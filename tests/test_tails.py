@@ -1,5 +1,6 @@
 """Pages moved in part: the first tokens of the last page, the rest zeroed or kept."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def layouts() -> dict[str, CacheLayout]:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("tail", ["zero", "keep"])
-@pytest.mark.parametrize("config", [LaunchConfig(), NARROW])
+@pytest.mark.parametrize("config", [LaunchConfig(), NARROW, replace(NARROW, max_programs=3)])
 @pytest.mark.parametrize("name", sorted(layouts()))
 def test_first_tokens_come_and_the_rest_is_as_asked(
     name: str, config: LaunchConfig, tail: str, path: str

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from kvferry.errors import ArgumentError
 
+MAX_PROGRAMS = 2**16
+"""Of a budget: many more than any GPU holds at once."""
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -20,6 +23,9 @@ class LaunchConfig:
             moves; a power of two.
         unit_warps: warps of such a program.
         page_run_bytes: runs of at least this length, and 16-byte aligned, take the page kernel.
+        max_programs: programs that a launch has at most: a budget of multiprocessors, kept from a
+            model that runs beside it. Programs then go on from tile to tile. 0 sets no bound: each
+            tile has a program of its own, which is the quickest when nothing else runs.
     """
 
     tile_bytes: int = 16384
@@ -27,6 +33,7 @@ class LaunchConfig:
     units_per_program: int = 1024
     unit_warps: int = 4
     page_run_bytes: int = 4096
+    max_programs: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("tile_bytes", 1024), ("units_per_program", 32)):
@@ -39,6 +46,14 @@ class LaunchConfig:
                 raise ArgumentError(f"{name} is {value}, wanted a power of two from 1 to 32")
         if self.page_run_bytes < 16:
             raise ArgumentError(f"page_run_bytes is {self.page_run_bytes}, wanted at least 16")
+        if not 0 <= self.max_programs <= MAX_PROGRAMS:
+            raise ArgumentError(
+                f"max_programs is {self.max_programs}, wanted 0 (no bound) .. {MAX_PROGRAMS}"
+            )
+
+    def programs_for(self, num_tiles: int) -> int:
+        """Return how many programs a launch of so many tiles has."""
+        return min(num_tiles, self.max_programs or num_tiles)
 
 
 DEFAULT_LAUNCH = LaunchConfig()
