@@ -41,8 +41,22 @@ MUTANTS = (
     Mutant(
         "the last 16 bytes of a tile are not moved",
         "kernels/tiles.py",
-        "mask = word < tl.multiple_of((num_bytes >> 3).to(tl.int32), 2)\n        if MOVE == 0:",
-        "mask = word < tl.multiple_of((num_bytes >> 3).to(tl.int32), 2) - 2\n        if MOVE == 0:",
+        "mask = word < tl.multiple_of((num_bytes >> 3).to(tl.int32), 2)",
+        "mask = word < tl.multiple_of((num_bytes >> 3).to(tl.int32), 2) - 2",
+        "tests/test_pack.py",
+    ),
+    Mutant(
+        "a program under a budget leaves its last tile out",
+        "kernels/tiles.py",
+        "while number < num_tiles:",
+        "while number < num_tiles - 1:",
+        "tests/test_pack.py",
+    ),
+    Mutant(
+        "a program under a budget takes the place of the next tile too early",
+        "kernels/tiles.py",
+        "row, page, pool, packed, num_bytes = (\n                next_row",
+        "row, page, pool, packed, _ = (\n                next_row",
         "tests/test_pack.py",
     ),
     Mutant(
@@ -55,8 +69,8 @@ MUTANTS = (
     Mutant(
         "parts of a short run lie at the object's pitch in the pool",
         "kernels/units.py",
-        "+ part.to(tl.int64) * tl.load(row + 5)",
-        "+ part.to(tl.int64) * tl.load(row + 6)",
+        "pool += wide_part * tl.load(row + 5)",
+        "pool += wide_part * tl.load(row + 6)",
         "tests/test_pack.py tests/test_field_layouts.py",
     ),
     Mutant(
