@@ -285,6 +285,20 @@ MUTANTS = (
         "",
         "tests/test_ranges.py",
     ),
+    Mutant(
+        "a launch tells a profiler half of its bytes",
+        "kernels/metadata.py",
+        "ways = 1 if move == SUM_ONLY else 2",
+        "ways = 1",
+        "tests/test_launch_metadata.py",
+    ),
+    Mutant(
+        "hooks of launches are not looked for",
+        "kernels/handles.py",
+        "            if has_hooks():",
+        "            if False:",
+        "tests/test_launch_metadata.py",
+    ),
 )
 
 

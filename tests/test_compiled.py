@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,35 +76,11 @@ def cuda(compiled: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in compiled if row["target"].startswith("sm_")]
 
 
-STUB = """
-import contextlib, json, time
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
-
-calls = []
-
-class Launcher:
-    def __init__(self, source, metadata): pass
-    def __call__(self, *arguments): calls.append(arguments)
-
-class Utils:
-    def load_binary(self, *arguments): return (0, 0, 32, 0, 1024)
-    def get_device_properties(self, device): return {"max_shared_mem": 232448}
-
-class Driver(DriverBase):
-    launcher_cls, utils = Launcher, Utils()
-    def __init__(self): self.get_current_stream = lambda device: 77
-    @classmethod
-    def is_active(cls): return True
-    def map_python_to_cpp_type(self, name): return name
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-    def get_benchmarker(self): raise RuntimeError("no GPU")
-
-triton.runtime.driver.set_active(Driver())
-torch.cuda.device = lambda device: contextlib.nullcontext()
+HERE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+LAUNCHES = """
+import json, time
+import torch
+from stub_driver import calls
 
 from kvferry.kernels import handles
 from kvferry.kernels.tables import divisor
@@ -135,7 +112,7 @@ print(json.dumps({
 
 
 def test_a_thousand_launches_compile_once_and_pass_what_triton_passes() -> None:
-    found = run("-c", STUB)
+    found = run("-c", HERE + LAUNCHES)
     assert found["handles"] == 1
     assert found["compiled"] == 1
     assert found["ours"] == found["theirs"]
