@@ -15,7 +15,8 @@ from hooked import Hooked
 from kvferry.causes import cause_of
 from kvferry.errors import TransferFailed
 from kvferry.layout import CacheLayout
-from kvferry.linker.linker import Linker, LinkerConfig
+from kvferry.linker.config import LinkerConfig
+from kvferry.linker.linker import Linker
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.transfer import TransferResult

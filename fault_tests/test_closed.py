@@ -11,7 +11,8 @@ from forms import LAYERS, SLACK_S, End, Form, Moving
 from hooked import Pause
 
 from kvferry.errors import TransferFailed
-from kvferry.linker.linker import Linker, LinkerConfig
+from kvferry.linker.config import LinkerConfig
+from kvferry.linker.linker import Linker
 
 LAST_S = 6.0
 """What `close` may take beyond its limit: it gives its threads 5 s to come to their ends."""

@@ -2,105 +2,34 @@
 
 import atexit
 import logging
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import numpy as np
 
-from kvferry.errors import ArgumentError, KVFerryError, StoreUnavailable, TransferFailed
+from kvferry.errors import ArgumentError, StoreUnavailable
 from kvferry.groups import check_groups
-from kvferry.kernels.pack import TAILS, Packer
+from kvferry.kernels.pack import TAILS
 from kvferry.layout import CacheLayout
-from kvferry.linker.counter_sets import WAITS, CounterSets
+from kvferry.linker.config import LinkerConfig
+from kvferry.linker.crew import Crew
 from kvferry.linker.keys import KeyScheme, check_page_keys
 from kvferry.linker.layer_load import LayerLoad, LoadRequest
-from kvferry.linker.layer_loader import LayerLoader
 from kvferry.linker.layer_plan import Tail, groups_for, merge
 from kvferry.linker.layer_save import LayerSave
-from kvferry.linker.layer_saver import LayerSaver
 from kvferry.linker.lookup import ExistenceCache
-from kvferry.linker.mover import Mover
 from kvferry.linker.plan import SpaceIds, SpacePlan, plan_transfer, stride_bytes
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.stats import Stats
 from kvferry.linker.store import Store
-from kvferry.linker.streams import Lane, fence_of_caller
+from kvferry.linker.streams import fence_of_caller
 from kvferry.linker.trace import Trace
-from kvferry.linker.transfer import Ended, Transfer
-from kvferry.linker.wire import Wire
-from kvferry.linker.worker import JobT, Worker
+from kvferry.linker.transfer import Transfer
 from kvferry.restore import restorable
 
 log = logging.getLogger(__name__)
-
-_LAST_S = 5.0
-"""What a thread whose transfer was just failed has to come to its end."""
-
-
-@dataclass(frozen=True)
-class LinkerConfig:
-    """Settings of a linker.
-
-    Attributes:
-        namespace: first part of every key; keeps deployments in one store apart.
-        part_bytes: how much of a transfer is in staging at once. Larger transfers stream through
-            in parts of this size; each part is one store call.
-        transfer_timeout_s: deadline of a transfer, queueing included.
-        lookup_ttl_s: how long an answer about existence is remembered. Under half the store's
-            lease, which a positive answer has renewed.
-        miss_ttl_s: how long a key that failed to load counts as missing.
-        max_queued: transfers that may wait in each direction; more are refused.
-        integrity: whether objects carry a trailer with a checksum, and loads verify it before a
-            byte reaches the pools. The same on all that share objects.
-        backend: how pages are packed; see `Packer.pack`.
-        groups: layers that travel together in layer-wise transfers, `[first, end)` ranges; chosen
-            by their sizes if None, see `kvferry.groups`.
-        compute_us_per_layer: time of a layer's compute, and
-        wire_gb_per_s: rate of the store, 1e9 bytes a second: if both are known, they too tell how
-            many layers should travel together.
-        fetch_ahead: parts that a layer-wise load fetches beyond the one that is unpacked.
-        wire_threads: threads that sit in store calls, for each direction of layer-wise transfers.
-        wait: how `LayerLoad.wait_layer` waits: `host`, `event`, `device`, or `auto`; see `waits`.
-        wait_timeout_s: longest wait for one layer; then the load fails.
-        num_counters: layer-wise loads that may be in flight at once.
-    """
-
-    namespace: str = "kvferry"
-    part_bytes: int = 64 << 20
-    transfer_timeout_s: float = 30.0
-    lookup_ttl_s: float = 1.0
-    miss_ttl_s: float = 5.0
-    max_queued: int = 1024
-    integrity: bool = True
-    backend: str = "auto"
-    groups: tuple[tuple[int, int], ...] | None = None
-    compute_us_per_layer: float | None = None
-    wire_gb_per_s: float | None = None
-    fetch_ahead: int = 2
-    wire_threads: int = 2
-    wait: str = "auto"
-    wait_timeout_s: float = 10.0
-    num_counters: int = 4
-
-    def __post_init__(self) -> None:
-        for name in (
-            "part_bytes", "transfer_timeout_s", "max_queued", "compute_us_per_layer",
-            "wire_gb_per_s", "wire_threads", "wait_timeout_s", "num_counters",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ArgumentError(f"{name} is {value}, wanted a positive number")
-        for name in ("lookup_ttl_s", "miss_ttl_s", "fetch_ahead"):
-            if getattr(self, name) < 0:
-                raise ArgumentError(f"{name} is {getattr(self, name)}, wanted 0 or more")
-        if self.wait not in WAITS:
-            raise ArgumentError(f"wait is {self.wait!r}, wanted one of {WAITS}")
 
 
 class Linker:
@@ -163,71 +92,13 @@ class Linker:
         self._trace = trace
         self._existence = ExistenceCache(self.config.lookup_ttl_s, self.config.miss_ttl_s)
         self._can_be_cut = False  # not known yet
-        self._closing = threading.Event()
-        self._accepting = threading.Lock()
-        lanes = [Lane(layout.device) for _ in range(2)]
-        self._counters = CounterSets(
-            self.config.num_counters,
-            layout.num_layers,
-            layout.device,
-            lanes[1].stream,
-            kind=self.config.wait,
-            timeout_s=self.config.wait_timeout_s,
-        )
         staging.register(store)
-        self._start_threads(*lanes)
+        try:
+            self._crew = Crew(layout, store, staging, self._existence, self.config, trace)
+        except BaseException:
+            staging.unregister()
+            raise
         atexit.register(self.close)
-
-    def _start_threads(self, save_lane: Lane, load_lane: Lane) -> None:
-        config, staging = self.config, self._staging
-        packers = {space: Packer(self.layout, space) for space in self.layout.spaces}
-        part_bytes = min(config.part_bytes, staging.num_bytes)
-        shared = (self._store, staging, packers, self._existence)
-        self._whole: dict[str, Worker[Transfer]] = {}
-        for kind in ("save", "load"):
-            mover = Mover(
-                *shared,
-                part_bytes,
-                config.backend,
-                integrity=config.integrity,
-                trace=self._trace,
-            )
-            self._whole[kind] = Worker(
-                f"kvferry-{kind}", partial(self._carry_out, mover), mover.lane.adopt_device
-            )
-        self._wires = [
-            Wire(f"kvferry-{kind}-wire", config.wire_threads, lane.adopt_device)
-            for kind, lane in (("save", save_lane), ("load", load_lane))
-        ]
-        saver = LayerSaver(
-            *shared,
-            save_lane,
-            self._wires[0],
-            part_bytes=part_bytes,
-            backend=config.backend,
-            integrity=config.integrity,
-            trace=self._trace,
-        )
-        loader = LayerLoader(
-            *shared,
-            load_lane,
-            self._wires[1],
-            part_bytes=part_bytes,
-            fetch_ahead=config.fetch_ahead,
-            backend=config.backend,
-            integrity=config.integrity,
-            trace=self._trace,
-        )
-        self._layer_saves: Worker[LayerSave] = Worker(
-            "kvferry-save-layers", partial(self._carry_out, saver), save_lane.adopt_device
-        )
-        self._layer_loads: Worker[LayerLoad] = Worker(
-            "kvferry-load-layers", partial(self._carry_out_load, loader), load_lane.adopt_device
-        )
-
-    @property
-    def _workers(self) -> "tuple[Worker[Transfer] | Worker[LayerSave] | Worker[LayerLoad], ...]":
-        return (*self._whole.values(), self._layer_saves, self._layer_loads)
 
     @overload
     def save(
@@ -265,7 +136,7 @@ class Linker:
         if not layerwise:
             transfer = Transfer("save", plans, caller, self.config.transfer_timeout_s, plan_us)
             transfer.on_end.append(self.stats.ended)
-            self._enqueue(self._whole["save"], transfer)
+            self._crew.whole(transfer)
             return transfer
         save = LayerSave("save", plans, caller, self.config.transfer_timeout_s, plan_us)
         groups = groups_for(
@@ -277,7 +148,7 @@ class Linker:
         )
         save.prepare(groups, self.layout.num_layers, self.layout.device)
         save.on_end.append(self.stats.ended)
-        self._enqueue(self._layer_saves, save)
+        self._crew.layer_save(save)
         return save
 
     @overload
@@ -337,7 +208,7 @@ class Linker:
         if layerwise:
             return self.load_batch([request])
         transfer = self._load_of(request)
-        self._enqueue(self._whole["load"], transfer)
+        self._crew.whole(transfer)
         return transfer
 
     def load_batch(self, requests: Sequence[LoadRequest]) -> LayerLoad:
@@ -369,7 +240,9 @@ class Linker:
             self.config.wire_gb_per_s,
         )
         assert self.layout.device is not None
-        return LayerLoad(transfers, rows, groups, self.layout.device, self._begin_load, self._trace)
+        return LayerLoad(
+            transfers, rows, groups, self.layout.device, self._crew.layer_load, self._trace
+        )
 
     def lookup(self, keys: Sequence[str]) -> list[int]:
         """Return every prefix length, in pages, that could be loaded now; ascending, without 0.
@@ -407,30 +280,8 @@ class Linker:
             TransferFailed: a thread is still inside a store call; staging stays registered, since
                 the call may still use it.
         """
-        deadline = time.monotonic() + timeout_s
-        with self._accepting:
-            self._closing.set()
-        for worker in self._workers:
-            worker.close()
-        stuck = [
-            worker
-            for worker in self._workers
-            if not worker.join(max(0.0, deadline - time.monotonic()))
-        ]
         atexit.unregister(self.close)
-        if stuck:
-            for worker in stuck:
-                worker.fail_all("the linker was closed")
-            # One that only waited for the model ends now; one in a store call does not.
-            stuck = [worker for worker in stuck if not worker.join(_LAST_S)]
-        if stuck:
-            names = ", ".join(worker.name for worker in stuck)
-            raise TransferFailed(
-                f"{names} still at work {timeout_s:g} s after close", cause="closed"
-            )
-        for wire in self._wires:
-            wire.close()
-        self._counters.close()
+        self._crew.close(timeout_s)
         self._staging.unregister()
 
     def __enter__(self) -> "Linker":
@@ -485,59 +336,3 @@ class Linker:
         load = Transfer("load", plans, caller, self.config.transfer_timeout_s, plan_us, tail)
         load.on_end.append(self.stats.ended)
         return load
-
-    def _begin_load(self, load: LayerLoad) -> None:
-        """Give a load its counters, and enqueue it."""
-        taken = self._counters.take(self.config.wait_timeout_s)
-        load.attach(taken)
-        try:
-            self._enqueue(self._layer_loads, load)
-        except TransferFailed as error:
-            load.fail(error)
-            self._counters.give_back(taken)
-            raise
-
-    def _enqueue(self, worker: Worker[JobT], job: JobT) -> None:
-        with self._accepting:
-            if self._closing.is_set():
-                raise TransferFailed("transfer refused: the linker is closed", cause="closed")
-            if worker.num_waiting >= self.config.max_queued:
-                raise TransferFailed(
-                    f"transfer refused: {self.config.max_queued} transfers wait already",
-                    cause="busy",
-                )
-            worker.put(job)
-
-    # ---- in the workers' threads ----
-
-    def _carry_out(self, mover: "Mover | LayerSaver", transfer: Any) -> None:
-        transfer.timings.queue_us = transfer.age_us
-        with _ending(transfer, transfer.kind):
-            transfer.check_going()
-            mover.move(transfer)
-
-    def _carry_out_load(self, loader: LayerLoader, load: LayerLoad) -> None:
-        load.timings.queue_us = load.transfers[0].age_us
-        try:
-            with _ending(load, "load"):
-                loader.move(load)
-        finally:
-            # Whoever waits gets through in any case, and only then are the counters another's.
-            load.let_through()
-            self._counters.give_back(load.counter_set)
-
-
-@contextmanager
-def _ending(job: Transfer | LayerLoad, kind: str) -> Iterator[None]:
-    """End a job badly if the body raises; the thread that carries it out goes on."""
-    try:
-        yield
-    except Ended:
-        log.info("%r was given up", job)
-    except TransferFailed as error:
-        job.fail(error)
-    except KVFerryError as error:
-        job.fail(TransferFailed(f"{kind} failed: {error}"))
-    except Exception as error:
-        log.exception("%r failed unexpectedly", job)
-        job.fail(TransferFailed(f"{kind} failed: {error!r}"))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from kvferry.layout import CacheLayout
-from kvferry.linker.linker import Linker, LinkerConfig
+from kvferry.linker.config import LinkerConfig
+from kvferry.linker.linker import Linker
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Outcome

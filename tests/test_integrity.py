@@ -12,7 +12,8 @@ import torch
 from kvferry.errors import TransferFailed
 from kvferry.identity import ModelIdentity
 from kvferry.layout import CacheLayout
-from kvferry.linker.linker import Linker, LinkerConfig
+from kvferry.linker.config import LinkerConfig
+from kvferry.linker.linker import Linker
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Outcome

@@ -633,7 +633,7 @@ def test_close_gives_up_a_save_whose_model_never_comes(bed: Bed) -> None:
     for save in saves:
         with pytest.raises(TransferFailed, match="the linker was closed"):
             save.result()
-    assert not [one.name for one in linker._workers if one.is_alive]
+    assert not [one.name for one in linker._crew.workers if one.is_alive]
     with pytest.raises(TransferFailed, match="the linker is closed"):
         linker.save(keys(1), {"full": [0]}, layerwise=True)
     with pytest.raises(TransferFailed, match="the linker is closed"):

@@ -12,7 +12,8 @@ from linker_bed import HYBRID, Bed, ids, keys
 
 from kvferry.errors import ArgumentError, StoreUnavailable, TransferFailed
 from kvferry.layout import CacheLayout
-from kvferry.linker.linker import Linker, LinkerConfig
+from kvferry.linker.config import LinkerConfig
+from kvferry.linker.linker import Linker
 from kvferry.linker.plan import stride_bytes
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import ObjectResult, Outcome
@@ -363,7 +364,7 @@ def test_close_finishes_what_was_enqueued(bed: Bed) -> None:
     for call in (linker.save, linker.load):
         with pytest.raises(TransferFailed, match="the linker is closed"):
             call(keys(1), {"full": [0]})
-    assert not [one.name for one in linker._workers if one.is_alive]
+    assert not [one.name for one in linker._crew.workers if one.is_alive]
     # The registration is gone: the same memory can be registered again.
     linker._staging.register(bed.store.store)
     linker._staging.unregister()

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from kvferry.kernels.pack import Packer
     from kvferry.kernels.page_ids import PageIds
     from kvferry.layout import CacheLayout
+    from kvferry.linker.config import LinkerConfig
     from kvferry.linker.layer_load import LayerLoad, LoadRequest
     from kvferry.linker.layer_save import LayerSave
-    from kvferry.linker.linker import Linker, LinkerConfig
+    from kvferry.linker.linker import Linker
     from kvferry.linker.master import LocalMaster
     from kvferry.linker.mooncake import MooncakeStore
     from kvferry.linker.mooncake_config import MooncakeConfig
@@ -36,7 +37,7 @@ _HOMES = {
     "LayerLoad": "linker.layer_load",
     "LayerSave": "linker.layer_save",
     "Linker": "linker.linker",
-    "LinkerConfig": "linker.linker",
+    "LinkerConfig": "linker.config",
     "LoadRequest": "linker.layer_load",
     "LocalMaster": "linker.master",
     "LocalOwner": "linker.owner",

@@ -18,7 +18,7 @@ GOOD_RANGE_BYTES = 1 << 20
 
 
 IN_TIME = 0.7
-"""Share of the compute that a transfer may count on: a machine that others use is a third slower."""
+"""Share of the compute that a transfer may count on: a machine in use is a third slower."""
 
 
 def choose_groups(

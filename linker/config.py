@@ -1,0 +1,66 @@
+"""Settings of a linker, as frozen data."""
+
+from dataclasses import dataclass
+
+from kvferry.errors import ArgumentError
+from kvferry.linker.counter_sets import WAITS
+
+
+@dataclass(frozen=True)
+class LinkerConfig:
+    """Settings of a linker.
+
+    Attributes:
+        namespace: first part of every key; keeps deployments in one store apart.
+        part_bytes: how much of a transfer is in staging at once. Larger transfers stream through
+            in parts of this size; each part is one store call.
+        transfer_timeout_s: deadline of a transfer, queueing included.
+        lookup_ttl_s: how long an answer about existence is remembered. Under half the store's
+            lease, which a positive answer has renewed.
+        miss_ttl_s: how long a key that failed to load counts as missing.
+        max_queued: transfers that may wait in each direction; more are refused.
+        integrity: whether objects carry a trailer with a checksum, and loads verify it before a
+            byte reaches the pools. The same on all that share objects.
+        backend: how pages are packed; see `Packer.pack`.
+        groups: layers that travel together in layer-wise transfers, `[first, end)` ranges; chosen
+            by their sizes if None, see `kvferry.groups`.
+        compute_us_per_layer: time of a layer's compute, and
+        wire_gb_per_s: rate of the store, 1e9 bytes a second: if both are known, they too tell how
+            many layers should travel together.
+        fetch_ahead: parts that a layer-wise load fetches beyond the one that is unpacked.
+        wire_threads: threads that sit in store calls, for each direction of layer-wise transfers.
+        wait: how `LayerLoad.wait_layer` waits: `host`, `event`, `device`, or `auto`; see `waits`.
+        wait_timeout_s: longest wait for one layer; then the load fails.
+        num_counters: layer-wise loads that may be in flight at once.
+    """
+
+    namespace: str = "kvferry"
+    part_bytes: int = 64 << 20
+    transfer_timeout_s: float = 30.0
+    lookup_ttl_s: float = 1.0
+    miss_ttl_s: float = 5.0
+    max_queued: int = 1024
+    integrity: bool = True
+    backend: str = "auto"
+    groups: tuple[tuple[int, int], ...] | None = None
+    compute_us_per_layer: float | None = None
+    wire_gb_per_s: float | None = None
+    fetch_ahead: int = 2
+    wire_threads: int = 2
+    wait: str = "auto"
+    wait_timeout_s: float = 10.0
+    num_counters: int = 4
+
+    def __post_init__(self) -> None:
+        for name in (
+            "part_bytes", "transfer_timeout_s", "max_queued", "compute_us_per_layer",
+            "wire_gb_per_s", "wire_threads", "wait_timeout_s", "num_counters",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ArgumentError(f"{name} is {value}, wanted a positive number")
+        for name in ("lookup_ttl_s", "miss_ttl_s", "fetch_ahead"):
+            if getattr(self, name) < 0:
+                raise ArgumentError(f"{name} is {getattr(self, name)}, wanted 0 or more")
+        if self.wait not in WAITS:
+            raise ArgumentError(f"wait is {self.wait!r}, wanted one of {WAITS}")
