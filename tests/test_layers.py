@@ -370,7 +370,7 @@ def test_a_load_that_fails_at_some_layer_lets_the_forward_through(bed: Bed) -> N
     begin_s = time.monotonic()
     states = read_all(load)
     assert time.monotonic() - begin_s < 5
-    assert states[0] == "landed"
+    assert states[0] in ("landed", "failed")  # failed, if all was over before it was asked
     assert states[3:] == ["failed", "failed"]
     with pytest.raises(TransferFailed, match="failed \\(TRANSFER_FAIL\\)"):
         load.result()
