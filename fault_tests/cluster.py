@@ -6,6 +6,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -121,6 +122,7 @@ class Cluster:
         pid = which.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: all(map(_is_stopped, Path(f"/proc/{pid}/task").iterdir())))
         try:
             yield lambda: os.kill(pid, signal.SIGCONT)
         finally:
@@ -172,3 +174,7 @@ class Cluster:
             client.close()
         self.owner.stop()
         self.master.stop()
+
+
+def _is_stopped(task: Path) -> bool:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -16,11 +16,14 @@ from bed import Bed
 from cluster import Cluster, Filler
 from forms import FORMS, SAVE_FORMS, Form
 
-from kvferry.linker import attempts
+from kvferry.linker import attempts, crew
 
 TEST_LIMIT_S = 120.0
 DRAIN_S = 1.0
 """Instead of a minute: how long a span is kept after a call that failed slowly."""
+
+LAST_S = 1.0
+"""Instead of 5: what `close` gives its threads after it has failed their transfers."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +35,9 @@ def limit() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def short_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "DRAIN_S", DRAIN_S)
+    monkeypatch.setattr(crew, "_LAST_S", LAST_S)
 
 
 @pytest.fixture(scope="module")

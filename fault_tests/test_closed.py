@@ -14,8 +14,8 @@ from kvferry.errors import TransferFailed
 from kvferry.linker.config import LinkerConfig
 from kvferry.linker.linker import Linker
 
-LAST_S = 6.0
-"""What `close` may take beyond its limit: it gives its threads 5 s to come to their ends."""
+LAST_S = 1.0 + SLACK_S
+"""What `close` may take beyond its limit: it gives its threads 1 s here to come to their ends."""
 
 
 def check_closed(bed: Bed) -> None:

@@ -56,7 +56,7 @@ def throw_into(thread: threading.Thread, error: type[BaseException]) -> None:
 
 def test_an_exit_thrown_into_idle_threads(bed: Bed, form: Form) -> None:
     keys, pages = bed.saved(2)
-    for _ in range(3):
+    for _ in range(2):
         bed.save(form, bed.keys(2), bed.sources(2)).result()
         bed.load(form, keys, bed.targets(pages)).result()
         time.sleep(0.2)  # until they are idle
