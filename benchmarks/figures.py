@@ -27,6 +27,11 @@ BENCHMARKS = {
         "shares of a copy's rate; they say nothing about a GPU.",
     ),
     "transport": ("make bench-transport", "Do packed pages reach Mooncake's own contiguous rate?"),
+    "overlap": (
+        "make bench-overlap",
+        "Does compute hide a layer-wise load, but for its first group? A simulated model on a CPU, "
+        "a remote owner over TCP loopback.",
+    ),
 }
 
 
