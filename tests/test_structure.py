@@ -208,6 +208,8 @@ def test_wheel_holds_only_kvferry(tmp_path: Path) -> None:
     modules.discard("kvferry.py")  # the package itself
     assert modules <= set(names)
     assert "kvferry/py.typed" in names
+    tuned = {f"kvferry/tuning/configs/{path.name}" for path in ROOT.glob("tuning/configs/*.json")}
+    assert "kvferry/tuning/configs/default.json" in tuned <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

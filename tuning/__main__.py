@@ -4,6 +4,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "derive": ("kvferry.tuning.derive", "write launch numbers for GPUs that nobody measured on"),
     "inspect": ("kvferry.tuning.inspect", "compile the kernels for other GPUs, and check"),
 }
 """Name to the module whose `main(arguments)` returns an exit status, and a line of help."""
