@@ -3,7 +3,8 @@
 A simulated model of DeepSeek-V3.2's geometry (61 layers that sleep, as a GPU's compute leaves the
 CPU free) loads pages from an owner in another process over TCP loopback: layer by layer beside its
 compute and, for comparison, whole before it. Turn by turn in one run; a layer's compute is twice
-its share of a transfer, measured first. What every layer reads is compared byte for byte:
+its share of a transfer, measured first. Layer groups are the linker's own choice, which knows both
+times. What every layer reads is compared byte for byte:
 copied at that moment, within the compute time of all steps alike, and compared off the clock.
 With `--out DIR` the timeline of the median step goes there, as `trace.json` and `lanes.png`.
 """
@@ -13,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -32,12 +33,6 @@ NUM_PAGES = 32
 ROUNDS = 11
 WARM_ROUNDS = 3
 COMPUTE_OVER_TRANSFER = 2.0
-GROUPS = (
-    (0, 2), (2, 4), (4, 7), (7, 11), (11, 16), (16, 23), (23, 32), (32, 44), (44, 61),
-)  # fmt: skip
-"""Two layers first: while they compute, the next call's own time of some 3 ms passes, for the 32
-ranges that it has at least. With one layer, the second one would be late."""
-
 STAGING_BYTES = 256 << 20
 CPU = torch.device("cpu")
 
@@ -71,12 +66,14 @@ class Bench:
     Attributes:
         linker: loads them.
         times: so far.
+        groups: layer groups of the last load.
     """
 
     def __init__(self, runner: Runner, trace: Trace, linker: Linker) -> None:
         """Fill pages and store them."""
         self.linker = linker
         self.times = Times()
+        self.groups: tuple[tuple[int, int], ...] = ()
         self._runner = runner
         self._trace = trace
         self._pages = runner.new_pages(NUM_PAGES)
@@ -94,6 +91,7 @@ class Bench:
         """Load layer by layer with no compute beside it."""
         to = self._runner.places_for(self._pages)
         load = self.linker.load(to.keys, to.page_ids, layerwise=True)
+        self.groups = load.groups
         begin_s = time.perf_counter()
         load.start()
         load.wait_layer(0)
@@ -138,20 +136,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runner = Runner(layout, trace, compute, max_pages=NUM_PAGES)
     num_bytes = NUM_PAGES * layout.object_bytes["full"]
     staging = StagingBuffer(STAGING_BYTES, device=CPU)
-    # One call at a time: two at once share the wire, and the next group comes later.
-    config = LinkerConfig(namespace="overlap", groups=GROUPS, wire_threads=1)
-    with (
-        local_store((256 << 20) + 2 * num_bytes) as store,
-        Linker(layout, store, staging, config, trace=trace) as linker,
-    ):
-        bench = Bench(runner, trace, linker)
-        compute.layer_us = COMPUTE_OVER_TRANSFER * _calibrate(bench) / layout.num_layers
-        for number in range(WARM_ROUNDS):
-            bench.round(number)
-        bench.times = Times()
-        for number in range(ROUNDS):
-            bench.round(number)
-    lengths = ", ".join(str(end - first) for first, end in GROUPS)
+    config = LinkerConfig(namespace="overlap")
+    with local_store((256 << 20) + 2 * num_bytes) as store:
+        with Linker(layout, store, staging, config, trace=trace) as linker:
+            bench = Bench(runner, trace, linker)
+            transfer_us = _calibrate(bench)
+        compute.layer_us = COMPUTE_OVER_TRANSFER * transfer_us / layout.num_layers
+        config = replace(
+            config,
+            compute_us_per_layer=compute.layer_us,
+            wire_gb_per_s=num_bytes / transfer_us / 1e3,
+        )
+        with Linker(layout, store, staging, config, trace=trace) as bench.linker:
+            for number in range(WARM_ROUNDS):
+                bench.round(number)
+            bench.times = Times()
+            for number in range(ROUNDS):
+                bench.round(number)
+    lengths = ", ".join(str(end - first) for first, end in bench.groups)
     print(
         f"{MODEL}, {layout.num_layers} layers of {compute.layer_us / 1e3:.2f} ms, {NUM_PAGES} "
         f"pages of {layout.object_bytes['full']:,} bytes, remote owner, TCP loopback, "

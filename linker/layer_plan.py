@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import ArgumentError
-from kvferry.groups import check_groups, choose_groups
+from kvferry.groups import CALL_US, RANGE_US, check_groups, choose_groups
 from kvferry.layout import CacheLayout
 from kvferry.linker.plan import OBJECT_ALIGN_BYTES, SpacePlan
 
@@ -192,6 +192,7 @@ def groups_for(
         [int(offset) for offset in mean],
         compute_us_per_layer=compute_us_per_layer,
         transfer_us_per_layer=transfer_us,
+        call_us=CALL_US + RANGE_US * sum(num_rows),
     )
 
 

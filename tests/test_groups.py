@@ -1,14 +1,14 @@
 """Layer groups: what the choice promises, for real models and any sizes."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import ArgumentError
 from kvferry.groups import (
-    GOOD_RANGE_BYTES,
     LEAST_HIDDEN_BYTES,
     LEAST_RANGE_BYTES,
     check_groups,
@@ -31,20 +31,23 @@ def test_deepseek_v32_starts_with_one_layer_and_doubles() -> None:
     assert sizes == [50432, 302592, 554752, 1059072, 1109504]
 
 
-def test_where_compute_hides_the_transfer_groups_are_as_long_as_they_come_in_time() -> None:
+def test_where_compute_hides_the_transfer_only_the_first_group_is_waited_for() -> None:
     layout = CacheLayout.from_description(description("deepseek-v3.2-dsa-fp8"))
     offsets = layout.layer_offsets["full"]
 
-    def lengths(compute_us: float) -> list[int]:
-        groups = choose_groups(offsets, compute_us_per_layer=compute_us, transfer_us_per_layer=100)
+    def lengths(compute_us: float, call_us: float) -> list[int]:
+        groups = choose_groups(
+            offsets,
+            compute_us_per_layer=compute_us,
+            transfer_us_per_layer=2_000,
+            call_us=call_us,
+        )
         return [end - first for first, end in groups]
 
-    # While one layer computes 3.5 come, while four do 14, of which three are there already.
-    assert lengths(500) == [1, 3, 11, 21, 21, 4]
-    assert lengths(200) == [1, 1, 1, 2, 3, 4, 5, 7, 10, 14, 13]
-    # Barely hidden: a quarter of what came before, so that calls stay few.
-    assert lengths(100) == [1, 1, 1, 1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 10, 12, 1]
-    assert len(lengths(99)) == 5  # not hidden
+    assert lengths(10_000, 1_000) == [1, 3, 13, 20, 20, 4]
+    # Calls of 32 ranges take longer than a layer's compute: one layer first would be too few.
+    assert lengths(4_000, 3_650) == [3, 3, 3, 3, 4, 5, 6, 9, 13, 12]
+    assert len(lengths(1_999, 3_650)) == 5  # not hidden
 
 
 def test_where_the_wire_is_late_anyway_calls_are_saved() -> None:
@@ -67,42 +70,57 @@ def test_real_models_are_covered(model: str) -> None:
         assert all(size >= LEAST_RANGE_BYTES for size in sizes[1:-1])
 
 
-@example([0, 1, 0, 32 << 10, 32 << 10], 2.0)  # a layer without bytes computes too
-@given(
-    st.lists(st.integers(0, 300 << 10), min_size=2, max_size=80),
-    st.floats(1, 30),
-)
-def test_hidden_groups_are_late_only_where_they_are_as_short_as_may_be(
-    sizes: list[int], ratio: float
-) -> None:
-    groups = choose_groups(
-        offsets_of(sizes), compute_us_per_layer=100 * ratio, transfer_us_per_layer=100
-    )
+def stall_us(
+    sizes: list[int], groups: Sequence[tuple[int, int]], compute_us: float, call_us: float
+) -> float:
+    """How long compute waits behind the first group, all groups coming one after another."""
     us_per_byte = 100 * len(sizes) / max(1, sum(sizes))
-    for (first, end), (_, after) in itertools.pairwise((*groups[1:], (len(sizes), 0))):
-        range_bytes = sum(sizes[first:end])
-        before_us = 0.7 * 100 * ratio * first
-        come_us = sum(sizes[groups[0][1] : end]) * us_per_byte
-        if come_us > before_us * 1.000001:  # late, so its last layer was needed
-            last = max(layer for layer in range(first, end) if sizes[layer])
-            least = max(LEAST_HIDDEN_BYTES, min(sum(sizes[:first]) // 4, GOOD_RANGE_BYTES))
-            joined = end == len(sizes) and sum(sizes[last:]) < LEAST_HIDDEN_BYTES
-            assert sum(sizes[first:last]) < least or joined
-        elif after:  # in time, so another layer would have been late, or the range is long
-            more_us = come_us + sizes[end] * us_per_byte
-            assert more_us > before_us * 0.999999 or range_bytes >= GOOD_RANGE_BYTES
+    came_us = now_us = stall = 0.0
+    for number, (first, end) in enumerate(groups):
+        came_us += call_us + sum(sizes[first:end]) * us_per_byte
+        if number:
+            stall += max(0.0, came_us - now_us)
+        now_us = max(now_us, came_us) + compute_us * (end - first)
+    return stall
+
+
+@given(
+    st.lists(st.integers(40_000, 90_000), min_size=2, max_size=9),
+    st.floats(1, 30),
+    st.floats(0, 500),
+)
+def test_no_shorter_first_group_would_have_all_others_in_time(
+    sizes: list[int], ratio: float, call_us: float
+) -> None:
+    counted_us = max(0.85 * 100 * ratio, 100)
+    groups = choose_groups(
+        offsets_of(sizes),
+        compute_us_per_layer=100 * ratio,
+        transfer_us_per_layer=100,
+        call_us=call_us,
+    )
+    assert stall_us(sizes, groups, counted_us, call_us) < 1e-6
+    for length in range(1, groups[0][1]):
+        for others in range(1 << (len(sizes) - length - 1)):  # every way to cut the rest
+            inner = [i + length + 1 for i in range(len(sizes) - length - 1) if others >> i & 1]
+            edges = [0, length, *inner, len(sizes)]
+            late = stall_us(sizes, list(itertools.pairwise(edges)), counted_us, call_us)
+            assert late > 0
 
 
 sizes = st.lists(st.integers(0, 3 << 20) | st.just(0), min_size=1, max_size=80)
 
 
-@given(sizes, st.none() | st.floats(1, 1e4), st.none() | st.floats(1, 1e4))
+@given(sizes, st.none() | st.floats(1, 1e4), st.none() | st.floats(1, 1e4), st.floats(0, 1e4))
 def test_promises_hold_for_any_sizes(
-    sizes: list[int], compute_us: float | None, transfer_us: float | None
+    sizes: list[int], compute_us: float | None, transfer_us: float | None, call_us: float
 ) -> None:
     offsets = offsets_of(sizes)
     groups = choose_groups(
-        offsets, compute_us_per_layer=compute_us, transfer_us_per_layer=transfer_us
+        offsets,
+        compute_us_per_layer=compute_us,
+        transfer_us_per_layer=transfer_us,
+        call_us=call_us,
     )
     assert check_groups(groups, len(sizes)) == groups
     nonempty = [layer for layer, size in enumerate(sizes) if size]
@@ -111,13 +129,14 @@ def test_promises_hold_for_any_sizes(
         return
     lengths = [offsets[end] - offsets[first] for first, end in groups]
     assert all(lengths)
-    # The first group holds one layer's bytes, and those without that follow it.
-    assert lengths[0] == sizes[nonempty[0]]
-    # All others are worth a call; of only two groups the second takes what is left.
+    # The first group holds one layer's bytes, and those without that follow it; unless it is what
+    # the others hide behind.
     hidden = compute_us is not None and transfer_us is not None and compute_us >= transfer_us
+    assert hidden or lengths[0] == sizes[nonempty[0]]
+    # All others are worth a call; of only two groups the second takes what is left.
     least_bytes = LEAST_HIDDEN_BYTES if hidden else LEAST_RANGE_BYTES
     assert all(length >= least_bytes for length in lengths[1:-1])
-    assert lengths[-1] >= least_bytes or len(groups) <= 2
+    assert lengths[-1] >= least_bytes or len(groups) <= 2 or hidden
     # Layers without bytes are in the group of the layer before them.
     for first, _ in groups[1:]:
         assert sizes[first] > 0

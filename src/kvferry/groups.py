@@ -1,7 +1,8 @@
 """Which consecutive layers travel together, when a transfer goes layer by layer."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 
 from kvferry.errors import ArgumentError
 
@@ -17,8 +18,14 @@ GOOD_RANGE_BYTES = 1 << 20
 """From this on longer ranges gain nothing: every call costs 1 to 1.5 ms, whatever it moves."""
 
 
-IN_TIME = 0.7
-"""Share of the compute that a transfer may count on: a machine in use is a third slower."""
+CALL_US = 1_250.0
+"""What a ranged call costs, whatever it moves (TCP loopback, Mooncake 0.3.13: 1 to 1.5 ms)."""
+
+RANGE_US = 75.0
+"""What each of its ranges costs, however short (there: 75 µs)."""
+
+IN_TIME = 0.85
+"""Share of the compute that a transfer may count on, so that it is not late by a little."""
 
 
 def choose_groups(
@@ -28,6 +35,7 @@ def choose_groups(
     good_range_bytes: int = GOOD_RANGE_BYTES,
     compute_us_per_layer: float | None = None,
     transfer_us_per_layer: float | None = None,
+    call_us: float = CALL_US + RANGE_US,
 ) -> tuple[tuple[int, int], ...]:
     """Return the groups, `[first, end)` ranges of layers, in order, that cover every layer.
 
@@ -38,10 +46,11 @@ def choose_groups(
       one call, and it is what a step waits for.
     - Ranges then double, from `least_range_bytes` on, up to `good_range_bytes`: while a group is
       used the next one arrives, so each may take about as long as those before it together.
-    - Where a layer's compute is known to take longer than its transfer, a group is as long as it
-      can be and still come in time: all bytes behind the first group must be there by `IN_TIME` of
-      the compute of the layers before it. So that calls stay few, it is as long as a quarter of
-      what came before, and `LEAST_HIDDEN_BYTES`, in any case; `good_range_bytes` at most.
+    - Where a layer's compute is known to take longer than its transfer, one wait should be all: the
+      first group is the shortest behind which every other comes in time, by `IN_TIME` of the
+      compute before it. (One layer first would have the second wait for its own call.) The others
+      are as long as they may be and still come in time, so that calls stay few; they have
+      `LEAST_HIDDEN_BYTES` at least and `good_range_bytes` at most.
     - Where the transfer is known to take longer, calls are what can be saved, and ranges go on
       doubling up to four times `good_range_bytes`.
     - A last group shorter than the shortest range joins the one before.
@@ -53,6 +62,7 @@ def choose_groups(
         good_range_bytes: range beyond which nothing is gained.
         compute_us_per_layer: time of a layer's compute, if known.
         transfer_us_per_layer: time of a layer's transfer, all pages, if known.
+        call_us: what a call costs besides, with as many ranges as there are pages; see `CALL_US`.
 
     Raises:
         ArgumentError: offsets that descend, or fewer than two; a size or time that is not positive.
@@ -70,50 +80,59 @@ def choose_groups(
     ):
         if value is not None and value <= 0:
             raise ArgumentError(f"{name} is {value}, wanted a positive number")
+    if call_us < 0:
+        raise ArgumentError(f"call_us is {call_us}, wanted 0 or more")
     longest = max(good_range_bytes, least_range_bytes)
-    in_time: Callable[[int, int], bool] | None = None
+    wanted = 1  # what the next group must reach; at first a single byte
     if compute_us_per_layer is not None and transfer_us_per_layer is not None:
         if compute_us_per_layer >= transfer_us_per_layer:
-            least_range_bytes = min(least_range_bytes, LEAST_HIDDEN_BYTES)
-            in_time = _comes_in_time(layer_offsets, compute_us_per_layer / transfer_us_per_layer)
-        else:
-            longest *= 4
+            num_bytes = layer_offsets[-1] - layer_offsets[0]
+            return _hidden(
+                layer_offsets,
+                min(least_range_bytes, LEAST_HIDDEN_BYTES),
+                longest,
+                max(IN_TIME * compute_us_per_layer, transfer_us_per_layer),
+                transfer_us_per_layer * len(steps) / max(1, num_bytes),
+                call_us,
+            )
+        longest *= 4
     groups: list[tuple[int, int]] = []
-    wanted, first = 1, 0  # what the next group must reach; at first a single byte
+    first = 0
     for layer_id, (_, end) in enumerate(steps):
-        num_bytes = end - layer_offsets[first]
-        if num_bytes < wanted:
-            continue
-        if groups and num_bytes < longest and in_time is not None and in_time(first, layer_id + 2):
-            continue
-        grown = 2 * wanted if in_time is None else (end - layer_offsets[0]) // 4
-        wanted = min(max(grown, least_range_bytes), longest)
-        groups.append((first, layer_id + 1))
-        first = layer_id + 1
+        if end - layer_offsets[first] >= wanted:
+            wanted = min(max(2 * wanted, least_range_bytes), longest)
+            groups.append((first, layer_id + 1))
+            first = layer_id + 1
     return _with_rest(groups, first, layer_offsets, least_range_bytes)
 
 
-def _comes_in_time(
-    layer_offsets: Sequence[int], compute_over_transfer: float
-) -> Callable[[int, int], bool]:
-    """Return what tells whether layers `[first, end)` would be there when compute gets to them.
-
-    The clock begins when the first group is there: from then on its layers compute, and the bytes
-    of the following ones come. Compute counts by layers, transfer by bytes.
-    """
-    num_layers = len(layer_offsets) - 1
-    num_bytes = layer_offsets[-1] - layer_offsets[0]
-    start = next((end for end in layer_offsets if end > layer_offsets[0]), layer_offsets[0])
-
-    def in_time(first: int, end: int) -> bool:
-        if end > num_layers:
-            return False
-        while layer_offsets[first + 1] == layer_offsets[first]:  # computes too, and needs nothing
-            first += 1
-        transfer = (layer_offsets[end] - start) / max(1, num_bytes) * num_layers
-        return transfer <= IN_TIME * compute_over_transfer * first
-
-    return in_time
+def _hidden(
+    layer_offsets: Sequence[int],
+    least_bytes: int,
+    longest_bytes: int,
+    compute_us: float,
+    us_per_byte: float,
+    call_us: float,
+) -> tuple[tuple[int, int], ...]:
+    """Return the groups with the shortest first one behind which all others come in time."""
+    for first_end in range(1, len(layer_offsets)):
+        first_bytes = layer_offsets[first_end] - layer_offsets[0]
+        if first_bytes or first_end == len(layer_offsets) - 1:
+            groups = [(0, first_end)]
+            while layer_offsets[first := groups[-1][1]] < layer_offsets[-1]:
+                # Layers without bytes compute too, and need nothing.
+                needed = bisect_right(layer_offsets, layer_offsets[first]) - 1
+                room_us = compute_us * needed - call_us * len(groups)
+                come_bytes = layer_offsets[first] - layer_offsets[first_end]
+                room_bytes = min(room_us / us_per_byte - come_bytes, longest_bytes)
+                end = bisect_right(layer_offsets, layer_offsets[first] + max(0, room_bytes)) - 1
+                range_bytes = layer_offsets[end] - layer_offsets[first]
+                if range_bytes < min(least_bytes, layer_offsets[-1] - layer_offsets[first]):
+                    break  # too short to be worth a call, or late
+                groups.append((first, end))
+            else:
+                return _with_rest(groups, groups[-1][1], layer_offsets, least_bytes)
+    raise AssertionError("one group of all layers is always in time")
 
 
 def check_groups(groups: Sequence[tuple[int, int]], num_layers: int) -> tuple[tuple[int, int], ...]:
