@@ -36,7 +36,7 @@ from kvferry.models import description
 from kvferry.testing import check_telling, make_tensors, poison, write_telling
 
 MODEL = "deepseek-v3.2-dsa-fp8"
-CASES = ((32, 11), (128, 5))
+CASES = ((32, 11), (128, 3))
 """Pages, and rounds that count."""
 WARM_ROUNDS = 2
 RANGES, FRAGMENTS = "ranges from the pools", "fragments from the pools"
@@ -150,8 +150,7 @@ class Bench:
             write_telling(self._layout, "full", self._sources, range(self._num_pages))
             put = way.put(keys, self._sources)
             get = way.get(keys, self._destinations)
-            for pages in (self._destinations, self._sources):
-                check_telling(self._layout, "full", pages, range(self._num_pages))
+            check_telling(self._layout, "full", self._destinations, range(self._num_pages))
             if number >= WARM_ROUNDS:
                 way.puts.append(put)
                 way.gets.append(get)

@@ -27,6 +27,12 @@ BENCHMARKS = {
         "shares of a copy's rate; they say nothing about a GPU.",
     ),
     "transport": ("make bench-transport", "Do packed pages reach Mooncake's own contiguous rate?"),
+    "layers": (
+        "make bench-layers",
+        "Packed layer groups beside ranges of every layer straight from the pools, as a linker "
+        "without packing sends them: DeepSeek-V3.2's geometry, a remote owner over TCP loopback. "
+        "The bars judge the linker without checksums, since the ranges have none.",
+    ),
     "overlap": (
         "make bench-overlap",
         "Does compute hide a layer-wise load, but for its first group? A simulated model on a CPU, "
