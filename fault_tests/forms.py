@@ -121,6 +121,7 @@ class Form:
 WHOLE, LAYERS, BATCH = Form("whole"), Form("layers"), Form("batch")
 FORMS = (WHOLE, LAYERS, BATCH)
 SAVE_FORMS = (WHOLE, LAYERS)
+MOVES = [*((form, "save") for form in SAVE_FORMS), *((form, "load") for form in FORMS)]
 
 
 def halves(keys: Sequence[str], page_ids: PageIds) -> list[tuple[list[str], PageIds]]:
@@ -131,6 +132,11 @@ def halves(keys: Sequence[str], page_ids: PageIds) -> list[tuple[list[str], Page
         for part in (slice(0, middle), slice(middle, None))
         if keys[part]
     ]
+
+
+def name_of(value: Any) -> str:
+    """Return a parameter's part of a test's name."""
+    return value.name if isinstance(value, Form) else str(value)
 
 
 def end_of(handle: Transfer) -> End:

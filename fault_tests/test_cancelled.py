@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bed import Bed, words
 from cluster import wait_until, within
-from forms import BATCH, LAYERS, SLACK_S, WHOLE, Form, Moving
+from forms import BATCH, LAYERS, MOVES, SLACK_S, WHOLE, Form, Moving, name_of
 from hooked import Pause
 
 from kvferry.kernels.pack import Packer
@@ -50,29 +50,27 @@ LOAD_STAGES = [
 OTHER_TAG = 1000
 
 
-def stage_name(value: Any) -> str:
-    return value.name if isinstance(value, Form) else str(value)
-
-
 @contextmanager
-def held(bed: Bed, call: str, nth: int, patch: pytest.MonkeyPatch) -> Iterator[Pause]:
+def held(bed: Bed, call: str, nth: int) -> Iterator[Pause]:
     """Hold the linker at a call, of the store or of its own."""
     pause = Pause(nth)
     owner = {"pack": Packer, "unpack": Packer, "verify": Seal, "faults": Seal}.get(call)
-    if owner is None:
-        bed.store.before[call] = pause
-    else:
-        real = getattr(owner, call)
+    with pytest.MonkeyPatch.context() as patch:
+        if owner is None:
+            bed.store.before[call] = pause
+        else:
+            real = getattr(owner, call)
 
-        def slow(self: Any, *arguments: Any, **options: Any) -> Any:
-            pause()
-            return real(self, *arguments, **options)
+            def slow(self: Any, *arguments: Any, **options: Any) -> Any:
+                pause()
+                return real(self, *arguments, **options)
 
-        patch.setattr(owner, call, slow)
-    try:
-        yield pause
-    finally:
-        pause.release()
+            patch.setattr(owner, call, slow)
+        try:
+            yield pause
+        finally:
+            pause.release()
+            bed.store.before.clear()
 
 
 def cancel_while_held(moving: Moving, pause: Pause, *, touches: bool) -> None:
@@ -108,17 +106,16 @@ def check_stored_objects(bed: Bed, keys: Sequence[str], pages: Sequence[int]) ->
                 check_telling(bed.layout, space, [target], [page])
 
 
-@pytest.mark.parametrize(("form", "call", "nth"), SAVE_STAGES, ids=stage_name)
+@pytest.mark.parametrize(("form", "call", "nth"), SAVE_STAGES, ids=name_of)
 def test_a_save_cancelled_at(
     make_bed: Callable[..., Bed],
-    monkeypatch: pytest.MonkeyPatch,
     form: Form,
     call: str,
     nth: int,
 ) -> None:
     bed = make_bed(part_bytes=1 << 15)
     keys, pages = bed.keys(4), bed.sources(4)
-    with held(bed, call, nth, monkeypatch) as pause:
+    with held(bed, call, nth) as pause:
         save = bed.save(form, keys, pages)
         pause.wait()
         with within(SLACK_S + 0.5):
@@ -126,8 +123,6 @@ def test_a_save_cancelled_at(
         assert not save.whole.cancel()  # it has ended already
         assert [words(end) for end in save.end()] == [["cancelled"]]
         overwrite(bed, pages)
-    monkeypatch.undo()
-    bed.store.before.clear()
     bed.save(WHOLE, bed.keys(1), bed.sources(1)).result()
     wait_until(lambda: bed.staging.num_held_bytes == 0)
     check_overwritten(bed, pages)  # a save writes no page
@@ -137,10 +132,9 @@ def test_a_save_cancelled_at(
     bed.check_after(form)
 
 
-@pytest.mark.parametrize(("form", "call", "nth"), LOAD_STAGES, ids=stage_name)
+@pytest.mark.parametrize(("form", "call", "nth"), LOAD_STAGES, ids=name_of)
 def test_a_load_cancelled_at(
     make_bed: Callable[..., Bed],
-    monkeypatch: pytest.MonkeyPatch,
     form: Form,
     call: str,
     nth: int,
@@ -148,7 +142,7 @@ def test_a_load_cancelled_at(
     bed = make_bed(part_bytes=1 << 15)
     keys, pages = bed.saved(4)
     targets = bed.targets(pages)
-    with held(bed, call, nth, monkeypatch) as pause:
+    with held(bed, call, nth) as pause:
         load = bed.load(form, keys, targets)
         pause.wait()
         with within(SLACK_S + 0.5):
@@ -156,8 +150,6 @@ def test_a_load_cancelled_at(
         bed.poison(targets)
         with within(SLACK_S):  # whoever waits for a layer is let through
             assert [words(end) for end in load.end()] == [["cancelled"]] * len(load.handles)
-    monkeypatch.undo()
-    bed.store.before.clear()
     # Behind it in the same thread: by then the cancelled one would have written.
     others = bed.targets(pages[:1])
     bed.load(form, keys[:1], others).result()
@@ -241,7 +233,7 @@ def test_a_cancelled_request_of_a_batch_leaves_the_others_alone(bed: Bed) -> Non
     bed.check_after(BATCH)
 
 
-@pytest.mark.parametrize("kind", ["save", "load"])
+@pytest.mark.parametrize(("form", "kind"), MOVES, ids=name_of)
 def test_cancelled_while_staging_is_exhausted(bed: Bed, form: Form, kind: str) -> None:
     keys, pages = bed.saved(4)
     targets = bed.targets(pages)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from bed import Bed, words
 from cluster import Cluster, wait_until, within
-from forms import LAYERS, SLACK_S, End, Form, Moving
+from forms import LAYERS, MOVES, SLACK_S, End, Form, Moving, name_of
 from hooked import Pause
 
 from kvferry.errors import TransferFailed
@@ -50,7 +50,7 @@ def test_close_finishes_what_is_in_flight(bed: Bed, form: Form) -> None:
     check_closed(bed)
 
 
-@pytest.mark.parametrize("kind", ["save", "load"])
+@pytest.mark.parametrize(("form", "kind"), MOVES, ids=name_of)
 def test_close_in_the_midst_of_a_store_call(bed: Bed, form: Form, kind: str) -> None:
     keys, pages = bed.saved(4)
     targets = bed.targets(pages)

@@ -7,7 +7,7 @@ import time
 import pytest
 from bed import Bed, words
 from cluster import wait_until, within
-from forms import SLACK_S, Form
+from forms import MOVES, SLACK_S, Form, name_of
 from hooked import Do, Pause
 
 SAVE_CALLS = {False: ["exists", "put"], True: ["exists", "put_session", "write", "finish"]}
@@ -15,7 +15,7 @@ LOAD_CALLS = {False: ["get"], True: ["get_session", "read"]}
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("kind", ["save", "load"])
+@pytest.mark.parametrize(("form", "kind"), MOVES, ids=name_of)
 def test_an_exit_out_of_a_store_call_fails_one_transfer(
     bed: Bed, form: Form, kind: str, error: type[BaseException]
 ) -> None:
@@ -74,7 +74,7 @@ def test_an_exit_thrown_into_idle_threads(bed: Bed, form: Form) -> None:
     bed.check_after(form)
 
 
-@pytest.mark.parametrize("kind", ["save", "load"])
+@pytest.mark.parametrize(("form", "kind"), MOVES, ids=name_of)
 def test_an_exit_thrown_into_threads_in_a_store_call(bed: Bed, form: Form, kind: str) -> None:
     for call in (SAVE_CALLS if kind == "save" else LOAD_CALLS)[form.by_layer]:
         keys, pages = bed.saved(2)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from bed import Bed, succeeded, words
 from cluster import Cluster, within
-from forms import LAYERS, SLACK_S, WHOLE, Form
+from forms import LAYERS, SLACK_S, WHOLE, Form, name_of
 from hooked import Do
 
 from kvferry.errors import TransferFailed
@@ -50,7 +50,7 @@ def test_a_frozen_master_costs_one_time_limit(cluster: Cluster, bed: Bed, form: 
     bed.check_after(form)
 
 
-@pytest.mark.parametrize(("form", "call"), SAVE_CALLS, ids=lambda v: getattr(v, "name", v))
+@pytest.mark.parametrize(("form", "call"), SAVE_CALLS, ids=name_of)
 @pytest.mark.parametrize("how", ["killed", "restarted"])
 def test_a_master_that_goes_in_the_midst_of_a_save(
     cluster: Cluster, bed: Bed, form: Form, call: str, how: str

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from bed import Bed, words
 from cluster import CLIENT_TTL_S, Cluster, wait_until, within
-from forms import BATCH, LAYERS, SLACK_S, WHOLE, Form, Moving
+from forms import BATCH, LAYERS, SLACK_S, WHOLE, Form, Moving, name_of
 from hooked import Do
 
 RECONNECT_S = 1.0  # Mooncake's pause before it tries a lost peer again, spent in the call
@@ -38,7 +38,7 @@ def test_a_killed_owner_is_a_failure_and_then_a_miss(
 @pytest.mark.parametrize(
     ("form", "nth"),
     [(WHOLE, 0), (LAYERS, 0), (LAYERS, 1), (BATCH, 1)],
-    ids=lambda value: getattr(value, "name", str(value)),
+    ids=name_of,
 )
 def test_an_owner_that_dies_in_the_midst(cluster: Cluster, bed: Bed, form: Form, nth: int) -> None:
     keys, pages = bed.saved(2)
