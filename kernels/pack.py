@@ -19,9 +19,10 @@ from kvferry.kernels.page_ids import AnyIds, PageIds
 from kvferry.kernels.reference import PageView, pack_reference, unpack_reference
 from kvferry.kernels.tables import Move, Tables, build_tables, layer_ranges
 from kvferry.kernels.tiles import _move_tiles_kernel
-from kvferry.launch import DEFAULT_LAUNCH, LaunchConfig
+from kvferry.launch import LaunchConfig
 from kvferry.layout import CacheLayout
 from kvferry.segments import Segment
+from kvferry.tuned import for_torch_device
 
 BACKENDS = ("auto", "triton", "reference")
 TAILS = {"zero": ZERO_TAIL, "keep": KEEP_TAIL}
@@ -38,14 +39,16 @@ class Packer:
         layout: bound to tensors; its memory is what is read (pack) or written (unpack).
         space: the index space.
         device: where the pools are.
+        max_programs: programs that a launch has at most, 0 for no bound.
     """
 
     def __init__(
         self,
         layout: CacheLayout,
         space: str,
-        config: LaunchConfig = DEFAULT_LAUNCH,
+        config: LaunchConfig | None = None,
         *,
+        max_programs: int = 0,
         segments: Sequence[Segment] | None = None,
         objects_of: CacheLayout | None = None,
     ) -> None:
@@ -54,14 +57,17 @@ class Packer:
         Args:
             layout: bound to tensors.
             space: one of its index spaces.
-            config: how the kernels are launched.
+            config: how the kernels are launched; by default as is tuned for the device, by the
+                move's direction and bytes, see `kvferry.tuned`.
+            max_programs: budget of tuned launches, see `LaunchConfig`; a `config` has its own.
             segments: what a move is made of, ascending by layer, where that is not whole pages in
                 the layout's own order: slices of heads or tokens, another layout's objects.
             objects_of: the layout whose objects these are, where it is another: a writer's, whose
                 objects are unpacked by the `segments` of a plan (see `reshard`).
 
         Raises:
-            ArgumentError: the layout is not bound, or has no such space.
+            ArgumentError: the layout is not bound, or has no such space; `max_programs` is out of
+                range, or given beside a `config`.
         """
         if layout.device is None:
             raise ArgumentError("layout is not bound to tensors: call layout.bind(tensors) first")
@@ -70,12 +76,19 @@ class Packer:
         self.layout = layout
         self.space = space
         self.device = layout.device
+        if config is not None and max_programs:
+            raise ArgumentError(
+                f"max_programs is {max_programs} and config has {config.max_programs}, wanted one "
+                "of the two"
+            )
+        self.max_programs = (config or LaunchConfig(max_programs=max_programs)).max_programs
         self._config = config
+        self._tuned = for_torch_device(self.device) if config is None else None
         self._objects_of = objects_of or layout
         self._own_segments = segments is not None
         self._segments = tuple(layout.segments(space) if segments is None else segments)
         self._token_segments: tuple[Segment, ...] | None = None
-        self._tables: dict[tuple[int, bool], Tables] = {}
+        self._tables: dict[tuple[int, bool, int, int], Tables] = {}
         self._views: dict[tuple[bool, tuple[tuple[int, int], ...]], list[PageView]] = {}
 
     def pack(
@@ -167,7 +180,8 @@ class Packer:
         So the host's work does not grow with the number of layers, buffers or pages.
         """
         align = math.gcd(16, move.object_address, move.stride_bytes)
-        yield from launches_of(self._tables_for(align, move.tail != WHOLE), move, self._config)
+        config = self._config_for(move)
+        yield from launches_of(self._tables_for(align, move.tail != WHOLE, config), move, config)
 
     def describe(
         self,
@@ -307,8 +321,18 @@ class Packer:
             self._token_segments = self.layout.segments(self.space, by_token=True)
         return self._token_segments
 
-    def _tables_for(self, object_align_bytes: int, by_token: bool) -> Tables:
-        key = (object_align_bytes, by_token)
+    def _config_for(self, move: Move) -> LaunchConfig:
+        if self._tuned is None:
+            assert self._config is not None
+            return self._config
+        offsets = self._objects_of.layer_offsets[self.space]
+        page_bytes = sum(offsets[end] - offsets[first] for first, end in move.layer_ranges)
+        direction = "pack" if move.kind == PACK else "unpack"
+        return self._tuned.choose(direction, move.num_pages * page_bytes, self.max_programs)
+
+    def _tables_for(self, object_align_bytes: int, by_token: bool, config: LaunchConfig) -> Tables:
+        # What tables depend on, and no more: directions that differ in warps alone share them.
+        key = (object_align_bytes, by_token, config.tile_bytes, config.page_run_bytes)
         tables = self._tables.get(key)
         if tables is None:
             tables = build_tables(
@@ -316,7 +340,7 @@ class Packer:
                 self.layout.num_layers,
                 self.device,
                 object_align_bytes,
-                self._config,
+                config,
             )
             self._tables[key] = tables
         return tables

@@ -22,6 +22,8 @@ class LinkerConfig:
         integrity: whether objects carry a trailer with a checksum, and loads verify it before a
             byte reaches the pools. The same on all that share objects.
         backend: how pages are packed; see `Packer.pack`.
+        max_programs: programs that a pack or unpack has at most, beside a running model; 0 for no
+            bound.
         groups: layers that travel together in layer-wise transfers, `[first, end)` ranges; chosen
             by their sizes if None, see `kvferry.groups`.
         compute_us_per_layer: time of a layer's compute, and
@@ -42,6 +44,7 @@ class LinkerConfig:
     max_queued: int = 1024
     integrity: bool = True
     backend: str = "auto"
+    max_programs: int = 0
     groups: tuple[tuple[int, int], ...] | None = None
     compute_us_per_layer: float | None = None
     wire_gb_per_s: float | None = None
@@ -59,7 +62,7 @@ class LinkerConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ArgumentError(f"{name} is {value}, wanted a positive number")
-        for name in ("lookup_ttl_s", "miss_ttl_s", "fetch_ahead"):
+        for name in ("lookup_ttl_s", "miss_ttl_s", "fetch_ahead", "max_programs"):
             if getattr(self, name) < 0:
                 raise ArgumentError(f"{name} is {getattr(self, name)}, wanted 0 or more")
         if self.wait not in WAITS:

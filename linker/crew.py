@@ -58,7 +58,10 @@ class Crew:
         self._config = config
         self._closing = threading.Event()
         self._accepting = threading.Lock()
-        packers = {space: Packer(layout, space) for space in layout.spaces}
+        packers = {
+            space: Packer(layout, space, max_programs=config.max_programs)
+            for space in layout.spaces
+        }
         part_bytes = min(config.part_bytes, staging.num_bytes)
         shared = (store, staging, packers, existence)
         save_lane, load_lane = Lane(layout.device), Lane(layout.device)

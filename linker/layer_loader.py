@@ -63,7 +63,7 @@ class LayerLoader:
         self._backend = backend
         self._trace = trace
         self._layout = next(iter(packers.values())).layout
-        self._seal = Seal(self._layout, lane, backend) if integrity else None
+        self._seal = Seal(packers, lane, backend) if integrity else None
 
     def move(self, load: LayerLoad) -> None:
         """Carry out a load and end its handles.

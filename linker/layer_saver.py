@@ -62,7 +62,7 @@ class LayerSaver:
         self._backend = backend
         self._trace = trace
         self._layout = next(iter(packers.values())).layout
-        self._seal = Seal(self._layout, lane, backend) if integrity else None
+        self._seal = Seal(packers, lane, backend) if integrity else None
 
     def move(self, save: LayerSave) -> None:
         """Carry out a save and end its handle.

@@ -70,7 +70,7 @@ class Mover:
         layout = next(iter(packers.values())).layout
         assert layout.device is not None
         self.lane = Lane(layout.device)
-        self._seal = Seal(layout, self.lane, backend) if integrity else None
+        self._seal = Seal(packers, self.lane, backend) if integrity else None
         self._trace = trace
 
     @ranged(lambda _, transfer: of_plans(transfer.kind, transfer.plans))

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from kvferry.errors import StoreError
 from kvferry.kernels.checksum import ObjectSums
-from kvferry.layout import CacheLayout
+from kvferry.kernels.pack import Packer
+from kvferry.launch import LaunchConfig
 from kvferry.linker.plan import SpacePlan
 from kvferry.linker.staging import Span
 from kvferry.linker.streams import Fence, Lane
@@ -41,7 +42,9 @@ class Seal:
     never in the model's stream.
     """
 
-    def __init__(self, layout: CacheLayout, lane: Lane, backend: str) -> None:
+    def __init__(self, packers: Mapping[str, Packer], lane: Lane, backend: str) -> None:
+        """Make one for what `packers` move, by space, under their budget of programs."""
+        layout = next(iter(packers.values())).layout
         assert layout.device is not None
         self._device = layout.device
         self._fingerprint = layout.fingerprint
@@ -49,7 +52,12 @@ class Seal:
         self._lane = lane
         self._backend = backend
         self._sums: Mapping[str, ObjectSums] = {
-            space: ObjectSums(layout.layer_offsets[space], layout.device) for space in layout.spaces
+            space: ObjectSums(
+                layout.layer_offsets[space],
+                layout.device,
+                LaunchConfig(max_programs=packer.max_programs),
+            )
+            for space, packer in packers.items()
         }
 
     def zeros(self, num_pages: int) -> torch.Tensor:
