@@ -12,7 +12,7 @@ from kvferry.errors import KVFerryError, TransferFailed
 from kvferry.kernels.pack import Packer
 from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
-from kvferry.linker.counter_sets import CounterSets
+from kvferry.linker.counter_sets import CounterSet, CounterSets
 from kvferry.linker.layer_load import LayerLoad
 from kvferry.linker.layer_loader import LayerLoader
 from kvferry.linker.layer_save import LayerSave
@@ -128,13 +128,15 @@ class Crew:
 
     def layer_load(self, load: LayerLoad) -> None:
         """Give a layer-wise load its counters, and enqueue it."""
-        taken = self._counters.take(self._config.wait_timeout_s)
-        load.attach(taken)
+        taken: CounterSet | None = None
         try:
+            taken = self._counters.take(self._config.wait_timeout_s)
+            load.attach(taken)
             self._enqueue(self._layer_loads, load)
         except TransferFailed as error:
-            load.fail(error)
-            self._counters.give_back(taken)
+            load.fail(error)  # also one without counters: its handles end
+            if taken is not None:
+                self._counters.give_back(taken)
             raise
 
     def close(self, timeout_s: float) -> None:

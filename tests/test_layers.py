@@ -454,6 +454,10 @@ def test_loads_share_a_few_counters(bed: Bed) -> None:
     with pytest.raises(TransferFailed, match="2 layer-wise loads are in flight already") as caught:
         loads[2].start()
     assert caught.value.cause == "busy"
+    assert loads[2].done()
+    with pytest.raises(TransferFailed, match="2 layer-wise loads are in flight already"):
+        loads[2].transfers[0].result(0)
+    assert linker.stats.snapshot()["failures"]["load"] == {"busy": 1}
     held.set()
     for load in loads[:2]:
         load.result()
