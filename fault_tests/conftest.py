@@ -26,10 +26,19 @@ LAST_S = 1.0
 """Instead of 5: what `close` gives its threads after it has failed their transfers."""
 
 
+@pytest.fixture(scope="session")
+def real_stderr(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The standard error output that pytest itself writes to."""
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        descriptor = os.dup(2)
+    yield descriptor
+    os.close(descriptor)
+
+
 @pytest.fixture(autouse=True)
-def limit() -> Iterator[None]:
+def limit(real_stderr: int) -> Iterator[None]:
     """End the run with the stacks of all threads where a test hangs."""
-    faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True)
+    faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True, file=real_stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
 

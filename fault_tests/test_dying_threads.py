@@ -7,7 +7,7 @@ import time
 import pytest
 from bed import Bed, words
 from cluster import wait_until, within
-from forms import MOVES, SLACK_S, Form, name_of
+from forms import MOVES, SLACK_S, Form, Moving, name_of
 from hooked import Do, Pause
 
 SAVE_CALLS = {False: ["exists", "put"], True: ["exists", "put_session", "write", "finish"]}
@@ -35,6 +35,35 @@ def test_an_exit_out_of_a_store_call_fails_one_transfer(
         assert all(words(end) for end in ends), call
         expected = {"thread"} if not issubclass(error, Exception) else {"thread", "other"}
         assert {word for end in ends for word in words(end)} <= expected, call
+    bed.check_after(form)
+
+
+@pytest.mark.parametrize(("form", "kind"), MOVES, ids=name_of)
+def test_what_waits_behind_a_thread_that_dies_is_carried_out(
+    bed: Bed, form: Form, kind: str
+) -> None:
+    keys, pages = bed.saved(2)
+    call = "exists" if kind == "save" else LOAD_CALLS[form.by_layer][0]
+    pause = Pause()
+
+    def hold_and_leave(*_: object) -> None:
+        if not pause.entered.is_set():
+            pause()
+            raise SystemExit("a thread that is asked to go")
+
+    def begin() -> Moving:
+        if kind == "save":
+            return bed.save(form, bed.keys(2), bed.sources(2))
+        return bed.load(form, keys, bed.targets(pages))
+
+    bed.store.before[call] = hold_and_leave
+    dying = begin()
+    pause.wait()
+    waiting = begin()
+    pause.release()
+    with within(SLACK_S):
+        assert {word for end in dying.end() for word in words(end)} == {"thread"}
+        assert [words(end) for end in waiting.end()] == [[]] * len(waiting.handles)
     bed.check_after(form)
 
 
