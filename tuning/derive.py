@@ -6,7 +6,8 @@ moves payload by less than 16 bytes at a time, is out. Of the others, for each d
 - without a budget, the one whose programs keep the most bytes in flight on a multiprocessor: all
   multiprocessors are full then;
 - under a budget, the one that keeps the most bytes in flight in one program: programs are so few
-  that each has a multiprocessor to itself;
+  that each has a multiprocessor to itself; but from 32 programs on none that moves more than 16 KiB
+  at once, since so many programs share such tiles out unevenly (`tests/test_balance.py`);
 - of several, the smallest: small tiles balance better, and a run that is shorter than its tile
   leaves less of it idle; then the one with the fewest instructions per 16 bytes, then warps.
 
@@ -52,8 +53,9 @@ CUDA_ARCHES = ("sm_80", "sm_90", "sm_100")
 CLASS_BYTES = 64 << 20
 """The one size class of a derived file: nothing in its figures depends on the size of a move."""
 
-CLASS_BUDGET = 16
-"""The one budget of a derived file: nothing in its figures depends on that either."""
+LARGEST_BYTES = {0: 32768, 16: 32768, 32: 16384}
+"""A derived file's budgets, and what a program may move at once under each. At 16 programs a mix of
+page sizes stays within 4 % of evenly shared with tiles of 32 KiB; at 32 it can be 17 % off."""
 
 PAYLOAD_ACCESS_BYTES = 16
 _KINDS = {"pack": PACK, "unpack": UNPACK}
@@ -206,15 +208,16 @@ def pick(rows: Iterable[tuple[Candidate, Figures]]) -> Candidate:
 
 
 def classes_of(rows: Sequence[tuple[Candidate, Figures]]) -> list[dict[str, Any]]:
-    """Return a file's classes: of each direction one without a budget, and one with."""
+    """Return a file's classes: each direction without a budget, and under each budget."""
     classes = []
-    for direction, persistent in product(DIRECTIONS, (False, True)):
+    for direction, (budget, largest_bytes) in product(DIRECTIONS, LARGEST_BYTES.items()):
         tiles, units = (
             pick(
                 (candidate, figures)
                 for candidate, figures in rows
                 if (candidate.kernel, candidate.direction, candidate.persistent)
-                == (kernel, direction, persistent)
+                == (kernel, direction, budget > 0)
+                and candidate.payload_bytes <= largest_bytes
             )
             for kernel in ("tiles", "units")
         )
@@ -229,7 +232,7 @@ def classes_of(rows: Sequence[tuple[Candidate, Figures]]) -> list[dict[str, Any]
             {
                 "direction": direction,
                 "num_bytes": CLASS_BYTES,
-                "max_programs": CLASS_BUDGET if persistent else 0,
+                "max_programs": budget,
                 "config": config,
             }
         )
