@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from kvferry.kernels.signals import _signal_kernel, _wait_kernel, signal_layers
-from kvferry.tuning.compiled import Variant, compile_for
+from kvferry.kernels.signals import signal_layers
+from kvferry.tuning.compiled import Variant, compile_for, signal_variants
 from kvferry.tuning.sass import instruction_names, read_sass
 
 
@@ -28,13 +28,10 @@ def _store_and_signal_kernel(
 
 
 def variants(asm: bool) -> Iterator[Variant]:
+    yield from signal_variants(asm)
     for scope in ("gpu", "sys"):
-        sys_scope = scope == "sys"
-        for name, by_limits in (("add", False), ("raise", True)):
-            constants = {"RAISE": by_limits, "SYS": sys_scope, "MIRROR": True, "ASM": asm}
-            yield Variant(f"{name}_{scope}", _signal_kernel, constants, 1, 0, 0)
-        yield Variant(f"fused_{scope}", _store_and_signal_kernel, {"SYS": sys_scope}, 4, 0, 0)
-    yield Variant("wait", _wait_kernel, {"ASM": asm}, 1, 0, 0)
+        constants = {"SYS": scope == "sys"}
+        yield Variant(f"fused_{scope}", _store_and_signal_kernel, constants, 4, 0, 0)
 
 
 def main() -> None:

@@ -1,13 +1,9 @@
-"""Kernels compiled for GPUs that aren't here: what was generated, read without running it."""
+"""Every kernel variant that the launchers use, and its compilation for GPUs that aren't here."""
 
 import itertools
-import json
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import triton
@@ -15,26 +11,26 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvferry.kernels.device import KEEP_TAIL, PACK, SUM_ONLY, UNPACK, WHOLE, ZERO_TAIL
+from kvferry.kernels.signals import _signal_kernel, _wait_kernel
 from kvferry.kernels.tiles import _move_tiles_kernel
 from kvferry.kernels.units import _move_units_kernel
 from kvferry.launch import DEFAULT_LAUNCH, LaunchConfig
-from kvferry.tuning.sass import Sass, read_sass
-
-CUDA_ARCHES = (80, 90, 100, 120)
-AMD_ARCHES = ("gfx942", "gfx950")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel with its compile-time constants, and what it may do at most.
+    """One kernel with its compile-time constants.
 
     Attributes:
         name: as it is reported.
         kernel: the `@triton.jit` function.
         constants: its compile-time arguments.
         num_warps: warps per program.
-        payload_bytes: what each program moves.
+        payload_bytes: what each program moves; 0 for one that moves none.
         access_bytes: width of one payload access.
+        writes: whether it writes what it reads.
+        signature: types of the run-time arguments by name, where the kernel annotates none.
+        aligned: names of those that are known to be multiples of 16.
     """
 
     name: str
@@ -43,50 +39,47 @@ class Variant:
     num_warps: int
     payload_bytes: int
     access_bytes: int
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What came of one variant on one CUDA target.
-
-    Attributes:
-        name, target: which.
-        sass: its machine code.
-        payload_bytes_per_thread: what a thread should load, and store.
-        access_bytes: width that the payload should have.
-        instructions_per_16_bytes: of payload.
-    """
-
-    name: str
-    target: str
-    sass: Sass
-    payload_bytes_per_thread: int
-    access_bytes: int
-    instructions_per_16_bytes: float
+    writes: bool = True
+    signature: Mapping[str, str] = field(default_factory=dict)
+    aligned: Collection[str] = ()
 
 
 def variants(launch: LaunchConfig = DEFAULT_LAUNCH) -> Iterator[Variant]:
-    """Yield every variant that the launchers use with a launch configuration, of both forms."""
+    """Yield every variant that the launchers use with a launch configuration, of both forms.
+
+    Names end in `_id4` where page ids have 32 bits, as those of transfers have on a GPU; how wide
+    ids are makes a difference only where payload moves by 16 bytes.
+    """
     moves = (("pack", PACK, WHOLE), ("unpack", UNPACK, WHOLE), ("unpack_zero", UNPACK, ZERO_TAIL),
              ("unpack_keep", UNPACK, KEEP_TAIL), ("sum", SUM_ONLY, WHOLE))  # fmt: skip
-    forms = itertools.product(moves, (False, True), (False, True))
-    for (way, kind, tail), with_sums, is_persistent in forms:
-        if kind == SUM_ONLY and not with_sums:
+    forms = itertools.product((8, 4), moves, (False, True), (False, True))
+    for id_bytes, (way, kind, tail), with_sums, is_persistent in forms:
+        if kind == SUM_ONLY and (not with_sums or id_bytes == 4):
             continue
         name = f"{way}_summed" if with_sums and kind != SUM_ONLY else way
-        end = "_persistent" if is_persistent else ""
-        yield _tiles(launch, f"{name}_tiles{end}", kind, 8, tail, with_sums, is_persistent)
-        for unit_bytes in (16, 8, 4, 2, 1):
+        end = ("_persistent" if is_persistent else "") + ("_id4" if id_bytes == 4 else "")
+        yield _tiles(launch, f"{name}_tiles{end}", kind, id_bytes, tail, with_sums, is_persistent)
+        for unit_bytes in (16, 8, 4, 2, 1) if id_bytes == 8 else (16,):
             for few in (False, True) if with_sums else (False,):
                 few_pages = "_few" if few else ""
                 yield _units(
-                    launch, f"{name}_units{unit_bytes}{few_pages}{end}", unit_bytes, kind, 8, tail,
-                    with_sums, few, is_persistent,
+                    launch, f"{name}_units{unit_bytes}{few_pages}{end}", unit_bytes, kind,
+                    id_bytes, tail, with_sums, few, is_persistent,
                 )  # fmt: skip
-    # What transfers use on a GPU: their ids have 32 bits.
-    for way, kind, tail in moves[:2]:
-        yield _tiles(launch, f"{way}_tiles_id4", kind, 4, tail, False, False)
-        yield _units(launch, f"{way}_units16_id4", 16, kind, 4, tail, False, False, False)
+
+
+def signal_variants(asm: bool = True) -> Iterator[Variant]:
+    """Yield the kernels that raise layer counters and wait for them, as they are used on a GPU.
+
+    Args:
+        asm: with NVIDIA's inline assembly; without, as on AMD's GPUs.
+    """
+    for scope, (way, by_limits) in itertools.product(
+        ("gpu", "sys"), (("add", False), ("raise", True))
+    ):
+        constants = {"RAISE": by_limits, "SYS": scope == "sys", "MIRROR": True, "ASM": asm}
+        yield Variant(f"signal_{way}_{scope}", _signal_kernel, constants, 1, 0, 8)
+    yield Variant("wait", _wait_kernel, {"ASM": asm}, 1, 0, 8)
 
 
 def _units(
@@ -111,6 +104,7 @@ def _units(
         launch.unit_warps,
         launch.units_per_program * unit_bytes,
         unit_bytes,
+        kind != SUM_ONLY,
     )  # fmt: skip
 
 
@@ -133,6 +127,7 @@ def _tiles(
         launch.tile_warps,
         launch.tile_bytes,
         16,
+        kind != SUM_ONLY,
     )  # fmt: skip
 
 
@@ -142,59 +137,15 @@ def compile_for(variant: Variant, target: GPUTarget) -> Any:
     Returns:
         Triton's compiled kernel; `asm` holds the generated code.
     """
-    signature = {
-        param.name: "constexpr" if param.name in variant.constants else param.annotation
-        for param in variant.kernel.params
-    }
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants)
+    signature, aligned = {}, {}
+    for place, param in enumerate(variant.kernel.params):
+        given = variant.signature.get(param.name, param.annotation)
+        signature[param.name] = "constexpr" if param.name in variant.constants else given
+        if param.name in variant.aligned:
+            aligned[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=aligned
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return triton.compile(source, target=target, options={"num_warps": variant.num_warps})
-
-
-def inspect(variant: Variant, arch: int) -> Compiled:
-    """Compile for a CUDA architecture and read the machine code."""
-    compiled = compile_for(variant, GPUTarget("cuda", arch, 32))
-    sass = read_sass(compiled.asm["cubin"])
-    payload_bytes = variant.payload_bytes // (32 * variant.num_warps)
-    return Compiled(
-        variant.name,
-        f"sm_{arch}",
-        sass,
-        payload_bytes,
-        variant.access_bytes,
-        sass.instructions * 16 / payload_bytes,
-    )
-
-
-def row_of(name: str, target: str) -> dict[str, Any]:
-    """Compile one variant for `90` (an sm number) or `gfx942`, and return what came of it."""
-    variant = next(one for one in variants() if one.name == name)
-    if target.startswith("gfx"):
-        compile_for(variant, GPUTarget("hip", target, 64))
-        return {"name": name, "target": target}
-    return asdict(inspect(variant, int(target)))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Compile for `arguments`, sm numbers or gfx names; print one JSON list.
-
-    `90` compiles everything, `90:tiles,units16` what has one of these words in its name. As many at
-    once as there are processors.
-    """
-    wanted = []
-    for argument in arguments:
-        target, _, words = argument.partition(":")
-        wanted += [
-            (variant.name, target)
-            for variant in variants()
-            if not words or any(word in variant.name for word in words.split(","))
-        ]
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        rows = list(pool.map(row_of, *zip(*wanted, strict=True), chunksize=4))
-    print(json.dumps(rows))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -11,8 +11,13 @@ import triton
 
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)")
-_REGISTERS = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_REGISTERS = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+_ORDERING = re.compile(r"BAR|MEMBAR|RED|ATOM|STG|ST\.|CCTL|LDG\..*STRONG")
 _TOOL_LIMIT_S = 60
+
+
+class NoInstructionsError(RuntimeError):
+    """The tool printed no instruction, most likely because it is older than the architecture."""
 
 
 @dataclass(frozen=True)
@@ -24,55 +29,57 @@ class Sass:
         registers: per thread.
         spill_bytes: stack and local memory per thread.
         spills: instructions that use local memory.
-        shared_bytes: static shared memory per program.
         loads, stores: width in bytes to number of such accesses to global memory, per thread.
+        first_loads: those of the loads that come before the first store or atomic operation.
+        ordering: barriers, fences, atomic operations, stores and strong loads, in order.
     """
 
     instructions: int
     registers: int
     spill_bytes: int
     spills: int
-    shared_bytes: int
     loads: dict[int, int] = field(default_factory=dict)
     stores: dict[int, int] = field(default_factory=dict)
+    first_loads: dict[int, int] = field(default_factory=dict)
+    ordering: tuple[str, ...] = ()
 
 
 def read_sass(cubin: bytes) -> Sass:
     """Read a cubin.
 
     Raises:
-        RuntimeError: the tool failed, or found no instruction: it is too old for the architecture.
+        NoInstructionsError: the tool failed, or there are none in what it printed.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = _tool("-sass", file.name)
-        usage = _REGISTERS.search(_tool("-res-usage", file.name))
-    names = [match.group(1) for match in map(_INSTRUCTION.search, text.splitlines()) if match]
+    names = instruction_names(cubin)
     while names and names[-1] == "NOP":
         names.pop()
     if names and names[-1] == "BRA":  # to itself, behind the end
         names.pop()
+    usage = _REGISTERS.search(_read("-res-usage", cubin))
     if not names or usage is None:
-        raise RuntimeError("cuobjdump printed no instructions: its version knows not this GPU")
-    registers, stack, shared, local = (int(number) for number in usage.groups())
-    widths: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter()}
-    for name in names:
-        if name[:3] in widths:
-            widths[name[:3]][_width(name)] += 1
+        raise NoInstructionsError(
+            "cuobjdump printed no instructions: its version knows not this GPU"
+        )
+    registers, stack, local = (int(number) for number in usage.groups())
+    writes = (at for at, name in enumerate(names) if name.startswith(("STG", "RED", "ATOM")))
     return Sass(
         len(names),
         registers,
         stack + local,
         sum(name.startswith(("LDL", "STL")) for name in names),
-        shared,
-        dict(widths["LDG"]),
-        dict(widths["STG"]),
+        _widths("LDG", names),
+        _widths("STG", names),
+        _widths("LDG", names[: next(writes, len(names))]),
+        tuple(name for name in names if _ORDERING.match(name)),
     )
 
 
 def instruction_names(cubin: bytes) -> list[str]:
-    """Return the instructions in order, without operands: `MEMBAR.ALL.SYS`, and so on."""
+    """Return the instructions in order, without operands: `MEMBAR.ALL.SYS`, and so on.
+
+    Raises:
+        NoInstructionsError: the tool failed.
+    """
     matches = map(_INSTRUCTION.search, _read("-sass", cubin).splitlines())
     return [match.group(1) for match in matches if match]
 
@@ -89,8 +96,12 @@ def _tool(option: str, path: str) -> str:
         [_BIN / "cuobjdump", option, path], capture_output=True, text=True, timeout=_TOOL_LIMIT_S
     )
     if done.returncode:
-        raise RuntimeError(f"cuobjdump {option} failed: {done.stderr.strip()}")
+        raise NoInstructionsError(f"cuobjdump {option} failed: {done.stderr.strip()}")
     return done.stdout
+
+
+def _widths(start: str, names: list[str]) -> dict[int, int]:
+    return dict(Counter(_width(name) for name in names if name.startswith(start)))
 
 
 def _width(name: str) -> int:

@@ -1,0 +1,127 @@
+"""What each class of kernel variants may do at most, and whether it does more."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.tuning.inspection import Inspected
+
+FOLDER = Path(__file__).parent / "thresholds"
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Bounds of one class of variants; None sets none.
+
+    Attributes:
+        name: of the class.
+        variants, targets: patterns that a variant's and a target's whole name match.
+        registers: per thread, at most.
+        instructions, instructions_per_16_bytes: at most.
+        in_flight_bytes: on a multiprocessor, at least.
+    """
+
+    name: str
+    variants: str
+    targets: str
+    registers: int
+    instructions: int | None = None
+    instructions_per_16_bytes: float | None = None
+    in_flight_bytes: int | None = None
+
+    def holds(self, row: Inspected) -> bool:
+        """Whether the class has this variant on this target."""
+        return bool(
+            re.fullmatch(self.variants, row.name) and re.fullmatch(self.targets, row.target)
+        )
+
+
+def load_thresholds(triton_version: str, folder: Path = FOLDER) -> tuple[str, list[Threshold]]:
+    """Return the thresholds for a Triton version, and the version that they were made with.
+
+    A version without a file of its own takes that of the newest one before it.
+
+    Raises:
+        ValueError: it is older than all of them.
+    """
+    wanted = _numbers(triton_version)
+    known = {_numbers(path.stem.removeprefix("triton_").replace("_", ".")): path
+             for path in folder.glob("triton_*.json")}  # fmt: skip
+    before = [version for version in known if version <= wanted]
+    if not before:
+        oldest = ".".join(map(str, min(known)))
+        raise ValueError(f"Triton is {triton_version}, wanted {oldest} or newer")
+    path = known[max(before)]
+    classes = json.loads(path.read_text(encoding="utf-8"))["classes"]
+    return ".".join(map(str, max(before))), [Threshold(**one) for one in classes]
+
+
+def faults(row: Inspected, thresholds: Sequence[Threshold]) -> list[str]:
+    """Return what is wrong with a variant, a sentence each: what was measured, what is allowed.
+
+    The first class that has the variant counts; one that no class has is a fault.
+    """
+    where = f"{row.name} on {row.target}"
+    if not row.instructions:
+        return [f"{where}: 0 instructions were read: {row.unread}"]
+    found = []
+    for name, bytes_or_number in (("spills", row.spills), ("spill_bytes", row.spill_bytes)):
+        if bytes_or_number:
+            found.append(f"{where}: {name} is {bytes_or_number}, allowed 0")
+    if row.payload_share is not None and row.payload_share < 1:
+        found.append(
+            f"{where}: payload_share at {row.access_bytes} bytes is {row.payload_share:.3f}, "
+            f"allowed at least 1 (loads {row.loads}, stores {row.stores})"
+        )
+    bounds = next((one for one in thresholds if one.holds(row)), None)
+    if bounds is None:
+        return [*found, f"{where}: no class of thresholds has it"]
+    of = f"allowed for {bounds.name}"
+    for name in ("registers", "instructions", "instructions_per_16_bytes"):
+        measured: float | None = getattr(row, name)
+        most: float | None = getattr(bounds, name)
+        if most is not None and (measured is None or measured > most):
+            found.append(f"{where}: {name} is {_text(measured)}, {of} at most {most:g}")
+    least = bounds.in_flight_bytes
+    if least is not None and (row.in_flight_bytes is None or row.in_flight_bytes < least):
+        found.append(
+            f"{where}: in_flight_bytes is {_text(row.in_flight_bytes)}, {of} at least {least}"
+        )
+    return found + [f"{where}: {fault}" for fault in order_faults(row)]
+
+
+def order_faults(row: Inspected) -> list[str]:
+    """Return what is wrong with how a kernel signals or waits; nothing for those that do neither.
+
+    A signal is a barrier, for the stores of all threads, then a fence of the signal's scope, then
+    the atomic operation. A wait is an acquiring load: a strong one that drops what the cache held.
+    """
+    if row.target.startswith("gfx"):
+        return []  # AMD's assembly spells its order by counters of its own, which are not read
+    code = list(row.ordering)
+    if row.name == "wait":
+        polls = [at for at, name in enumerate(code) if name.startswith("LDG")]
+        bare = [at for at in polls if "CCTL.IVALL" not in code[at + 1 : at + 2]]
+        if not polls or bare or any(".STRONG.SYS" not in code[at] for at in polls):
+            return [f"polls are {code}, wanted LDG of scope SYS, each with CCTL.IVALL behind it"]
+        if any(name.startswith(("ATOM", "RED")) for name in code):
+            return [f"polls are {code}, wanted no atomic operation"]
+    elif row.name.startswith("signal"):
+        scope = row.name.rpartition("_")[2].upper()
+        at = next((i for i, name in enumerate(code) if name.startswith(("ATOM", "RED"))), -1)
+        if at < 2 or not code[at - 2].startswith("BAR.SYNC"):
+            return [f"order is {code[: at + 1]}, wanted a barrier before the fence and the signal"]
+        if code[at - 1] != f"MEMBAR.ALL.{scope}" or not code[at].endswith(f".STRONG.{scope}"):
+            return [f"order is {code[: at + 1]}, wanted fence and signal of scope {scope}"]
+    return []
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _text(measured: float | None) -> str:
+    return "not known" if measured is None else f"{measured:.10g}"
