@@ -20,7 +20,7 @@ BENCHMARKS = {
         "make bench-ranges",
         "What do NVTX ranges cost a transfer of one part, beyond functions without any?",
     ),
-    "sass": ("make bench-sass", "What does the compiler make of the kernels for long runs?"),
+    "sass": ("make bench-sass", "What does the compiler make of the kernels that transfers use?"),
     "pack_cpu": (
         "make bench-pack",
         "What does the torch reference cost on a CPU, with and without checksums? Columns are "
