@@ -1,8 +1,7 @@
 """Compiled kernels by a cached handle: 2 µs a launch, where `kernel[grid]` takes 11."""
 
 import threading
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -21,13 +20,14 @@ def is_interpreted(kernel: Any) -> bool:
 
 def has_hooks() -> bool:
     """Whether a profiler wants to know of launches."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     # A chain of hooks in Triton 3.6; one that knows no `calls` is called.
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if enter is not None and getattr(enter, "calls", True):
+        return True
+    return leave is not None and bool(getattr(leave, "calls", True))
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):  # made in 0.2 µs, where a frozen dataclass takes 1.5
     """One launch of one kernel, ready to start: all that the host has to compute.
 
     Every run-time argument is an integer whose width the kernel's annotations fix, and none is
@@ -56,7 +56,8 @@ class Launch:
             with _interpreter:
                 self.kernel[self.grid](*self.arguments, *self.constants, num_warps=self.num_warps)
             return
-        key = (self.kernel, device.index, self.num_warps, self.constants)
+        # By the plain function: the hash of what Triton wraps it in takes longer than all of this.
+        key = (self.kernel.fn, device.index, self.num_warps, self.constants)
         with torch.cuda.device(device):
             handle = _handles.get(key)
             if handle is None:

@@ -89,6 +89,7 @@ class Packer:
         self._segments = tuple(layout.segments(space) if segments is None else segments)
         self._token_segments: tuple[Segment, ...] | None = None
         self._tables: dict[tuple[int, bool, int, int], Tables] = {}
+        self._page_bytes: dict[tuple[tuple[int, int], ...], int] = {}
         self._views: dict[tuple[bool, tuple[tuple[int, int], ...]], list[PageView]] = {}
 
     def pack(
@@ -175,13 +176,13 @@ class Packer:
         self._move(UNPACK, page_ids, where, backend, kind, tail_tokens or 0)
 
     def launches(self, move: Move) -> Iterator[Launch]:
-        """Yield a move's launches: one per kernel variant, 64 Ki rows, and range of layers.
+        """Return a move's launches: one per kernel variant, 64 Ki rows, and range of layers.
 
         So the host's work does not grow with the number of layers, buffers or pages.
         """
         align = math.gcd(16, move.object_address, move.stride_bytes)
         config = self._config_for(move)
-        yield from launches_of(self._tables_for(align, move.tail != WHOLE, config), move, config)
+        return launches_of(self._tables_for(align, move.tail != WHOLE, config), move, config)
 
     def describe(
         self,
@@ -325,8 +326,11 @@ class Packer:
         if self._tuned is None:
             assert self._config is not None
             return self._config
-        offsets = self._objects_of.layer_offsets[self.space]
-        page_bytes = sum(offsets[end] - offsets[first] for first, end in move.layer_ranges)
+        page_bytes = self._page_bytes.get(move.layer_ranges)
+        if page_bytes is None:
+            offsets = self._objects_of.layer_offsets[self.space]
+            page_bytes = sum(offsets[end] - offsets[first] for first, end in move.layer_ranges)
+            self._page_bytes[move.layer_ranges] = page_bytes
         direction = "pack" if move.kind == PACK else "unpack"
         return self._tuned.choose(direction, move.num_pages * page_bytes, self.max_programs)
 

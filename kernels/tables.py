@@ -8,6 +8,7 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -43,7 +44,12 @@ class Table:
 
     def row_address(self, row: int) -> int:
         """Return the device address of a row."""
-        return self.rows.data_ptr() + row * self.rows.stride(0) * self.rows.element_size()
+        address, row_bytes = self._place
+        return address + row * row_bytes
+
+    @cached_property
+    def _place(self) -> tuple[int, int]:
+        return self.rows.data_ptr(), self.rows.stride(0) * self.rows.element_size()
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,7 @@ def layer_ranges(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
+@lru_cache(maxsize=4096)
 def divisor(number: int) -> int:
     """Return `multiplier | (shift + 1) << 32`, by which `device.divide` divides by `number`.
 
