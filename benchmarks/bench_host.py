@@ -4,7 +4,9 @@ Plans a save of 32,768 tokens of DeepSeek-V3.2 (512 pages), on one core, with 61
 layers; beside it the straightforward way, a list of one range per page, layer and buffer. `plan` is
 what runs before the first byte moves: checking, keys, and the first part's launches and store call.
 `whole` prepares every 64 MiB part of the transfer, most of which happens while others are on the
-wire; it grows with bytes, at a few µs a part. No byte moves here and no GPU is needed.
+wire; it grows with bytes, at a few µs a part. `dispatch` is what starting a pack whose pages and
+kernels are known takes beyond the driver's own launch, on a driver that launches nothing. No byte
+moves here and no GPU is needed.
 """
 
 import gc
@@ -14,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ TOKENS = 32768
 PART_BYTES = 64 << 20
 STAGING_ADDRESS = 1 << 40
 ROUNDS = 31
+DISPATCHES = 500
 
 
 def deep_layout(times: int) -> CacheLayout:
@@ -111,6 +115,43 @@ def median_ms(call: Callable[[], object]) -> tuple[float, float]:
     return statistics.median(times), sorted(times)[ROUNDS * 9 // 10]
 
 
+def dispatch_us(layout: CacheLayout) -> tuple[float, float]:
+    """Return what a pack's launch takes in Python beyond the driver's launch, and the latter."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    import stub_driver
+
+    from kvferry.kernels import handles
+
+    packer, device = Packer(layout, "full"), torch.device("cuda", 0)
+    ids = PageIds.check(layout, "full", list(range(64)), unique=True)
+    layers = ((0, layout.num_layers),)
+    move = packer.describe(PACK, ids, STAGING_ADDRESS, layout.object_bytes["full"], layers)
+    (launch,) = packer.launches(move)
+    launch.start(device)
+    (handle,) = handles._handles.values()
+
+    def pack() -> None:
+        for one in packer.launches(move):
+            one.start(device)
+
+    def driver() -> None:
+        handle.run(
+            *launch.grid, 1, 77, handle.function, handle.packed_metadata, None, None, None,
+            *launch.arguments, *launch.constants,
+        )  # fmt: skip
+
+    times: dict[Callable[[], None], list[float]] = {pack: [], driver: []}
+    for _ in range(ROUNDS):
+        for call, took in times.items():
+            begin = time.perf_counter()
+            for _ in range(DISPATCHES):
+                call()
+            took.append((time.perf_counter() - begin) / DISPATCHES * 1e6)
+            stub_driver.calls.clear()
+    beyond = [whole - bare for whole, bare in zip(times[pack], times[driver], strict=True)]
+    return statistics.median(beyond), statistics.median(times[driver])
+
+
 def main() -> int:
     """Print the table and the bars."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -144,7 +185,10 @@ def main() -> int:
                 "whole ms": f"{whole_ms:.2f} ({whole_p90:.2f})",
             }
         )
+    beyond_us, driver_us = dispatch_us(deep_layout(1))
+    print(f"dispatch of a pack: {beyond_us:.2f} µs beyond the stub driver's {driver_us:.2f} µs")
     bars = [
+        Bar("dispatch_us", beyond_us, 3.0, at_least=False),
         Bar("plan_ms", plans[0], 5.0, at_least=False),
         Bar("whole_ms", wholes[0], 5.0, at_least=False),
         Bar("plan_growth_with_4x_layers", plans[2] / plans[0], 1.3, at_least=False),

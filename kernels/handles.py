@@ -52,25 +52,24 @@ class Launch(NamedTuple):  # made in 0.2 µs, where a frozen dataclass takes 1.5
 
         An interpreted kernel runs here and now, on CPU memory.
         """
-        if is_interpreted(self.kernel):
+        kernel, grid, arguments, constants, num_warps = self
+        if is_interpreted(kernel):
             with _interpreter:
-                self.kernel[self.grid](*self.arguments, *self.constants, num_warps=self.num_warps)
+                kernel[grid](*arguments, *constants, num_warps=num_warps)
             return
         # By the plain function: the hash of what Triton wraps it in takes longer than all of this.
-        key = (self.kernel.fn, device.index, self.num_warps, self.constants)
+        key = (kernel.fn, device.index, num_warps, constants)
         with torch.cuda.device(device):
             handle = _handles.get(key)
             if handle is None:
-                handle = self.kernel.warmup(
-                    *self.arguments, *self.constants, grid=(1,), num_warps=self.num_warps
-                )
+                handle = kernel.warmup(*arguments, *constants, grid=(1,), num_warps=num_warps)
                 _handles[key] = handle
             if has_hooks():
-                handle[(*self.grid, 1)](*self.arguments, *self.constants)
+                handle[(*grid, 1)](*arguments, *constants)
                 return
             # What the line above comes to, less what is prepared for hooks alone: half of its time.
             stream = driver.active.get_current_stream(driver.active.get_current_device())
             handle.run(
-                *self.grid, 1, stream, handle.function, handle.packed_metadata, None, None, None,
-                *self.arguments, *self.constants,
+                *grid, 1, stream, handle.function, handle.packed_metadata, None, None, None,
+                *arguments, *constants,
             )  # fmt: skip

@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from kvferry.errors import ArgumentError
 from kvferry.kernels.checksum import layer_sums_reference
 from kvferry.kernels.device import KEEP_TAIL, PACK, UNPACK, WHOLE, ZERO_TAIL
 from kvferry.kernels.handles import Launch, is_interpreted
-from kvferry.kernels.launches import launches_of
+from kvferry.kernels.launches import LaunchMemory, launches_of
 from kvferry.kernels.page_ids import AnyIds, PageIds
 from kvferry.kernels.reference import PageView, pack_reference, unpack_reference
 from kvferry.kernels.tables import Move, Tables, build_tables, layer_ranges
@@ -89,7 +89,7 @@ class Packer:
         self._segments = tuple(layout.segments(space) if segments is None else segments)
         self._token_segments: tuple[Segment, ...] | None = None
         self._tables: dict[tuple[int, bool, int, int], Tables] = {}
-        self._page_bytes: dict[tuple[tuple[int, int], ...], int] = {}
+        self._memory = LaunchMemory()
         self._views: dict[tuple[bool, tuple[tuple[int, int], ...]], list[PageView]] = {}
 
     def pack(
@@ -175,14 +175,18 @@ class Packer:
         where = _Where(objects, stride_bytes, layers, origin_bytes, sums)
         self._move(UNPACK, page_ids, where, backend, kind, tail_tokens or 0)
 
-    def launches(self, move: Move) -> Iterator[Launch]:
+    def launches(self, move: Move) -> Sequence[Launch]:
         """Return a move's launches: one per kernel variant, 64 Ki rows, and range of layers.
 
         So the host's work does not grow with the number of layers, buffers or pages.
         """
         align = math.gcd(16, move.object_address, move.stride_bytes)
+        known = self._memory.recall(move, align)
+        if known is not None:
+            return known
         config = self._config_for(move)
-        return launches_of(self._tables_for(align, move.tail != WHOLE, config), move, config)
+        tables = self._tables_for(align, move.tail != WHOLE, config)
+        return self._memory.remember(move, align, launches_of(tables, move, config))
 
     def describe(
         self,
@@ -326,11 +330,8 @@ class Packer:
         if self._tuned is None:
             assert self._config is not None
             return self._config
-        page_bytes = self._page_bytes.get(move.layer_ranges)
-        if page_bytes is None:
-            offsets = self._objects_of.layer_offsets[self.space]
-            page_bytes = sum(offsets[end] - offsets[first] for first, end in move.layer_ranges)
-            self._page_bytes[move.layer_ranges] = page_bytes
+        offsets = self._objects_of.layer_offsets[self.space]
+        page_bytes = sum(offsets[end] - offsets[first] for first, end in move.layer_ranges)
         direction = "pack" if move.kind == PACK else "unpack"
         return self._tuned.choose(direction, move.num_pages * page_bytes, self.max_programs)
 
