@@ -3,7 +3,8 @@
 import itertools
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -15,6 +16,7 @@ from kvferry.kernels.signals import _signal_kernel, _wait_kernel
 from kvferry.kernels.tiles import _move_tiles_kernel
 from kvferry.kernels.units import _move_units_kernel
 from kvferry.launch import DEFAULT_LAUNCH, LaunchConfig
+from kvferry.tuned import CONFIGS, read_folder
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,32 @@ def variants(launch: LaunchConfig = DEFAULT_LAUNCH) -> Iterator[Variant]:
                     launch, f"{name}_units{unit_bytes}{few_pages}{end}", unit_bytes, kind,
                     id_bytes, tail, with_sums, few, is_persistent,
                 )  # fmt: skip
+
+
+def tuned_variants(folder: Path = CONFIGS) -> Iterator[Variant]:
+    """Yield what the launches of `tuning/configs` use beyond the default's variants, the wide ones.
+
+    Names end in the size and the warps of a program: `pack_tiles_persistent_id4@32768x4`.
+    """
+    default = {(each.name, *_form(each)) for each in variants()}
+    seen: set[tuple[str, int, int]] = set()
+    rows = (row for tuned in read_folder(folder).values() for row in tuned.classes)
+    for config, direction in {(row.config, row.direction): None for row in rows}:
+        for variant in variants(config):
+            name, form = variant.name, _form(variant)
+            if (
+                name.startswith(direction)
+                and ("_persistent" in name) == bool(config.max_programs)
+                and name.endswith("_id4")
+                and (name, *form) not in default | seen
+            ):
+                seen.add((name, *form))
+                yield replace(variant, name=f"{name}@{form[0]}x{form[1]}")
+
+
+def _form(variant: Variant) -> tuple[int, int]:
+    constants = variant.constants
+    return constants.get("TILE_BYTES") or constants["UNITS"], variant.num_warps
 
 
 def signal_variants(asm: bool = True) -> Iterator[Variant]:

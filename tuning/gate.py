@@ -39,9 +39,10 @@ class Threshold:
 
 
 def load_thresholds(triton_version: str, folder: Path = FOLDER) -> tuple[str, list[Threshold]]:
-    """Return the thresholds for a Triton version, and the version that they were made with.
+    """Return the thresholds for a Triton version, and the version of the newest file among them.
 
-    A version without a file of its own takes that of the newest one before it.
+    A file holds what differs from the versions before it: theirs come behind its own, and the first
+    that has a variant counts. A version without a file takes those before it.
 
     Raises:
         ValueError: it is older than all of them.
@@ -49,13 +50,13 @@ def load_thresholds(triton_version: str, folder: Path = FOLDER) -> tuple[str, li
     wanted = _numbers(triton_version)
     known = {_numbers(path.stem.removeprefix("triton_").replace("_", ".")): path
              for path in folder.glob("triton_*.json")}  # fmt: skip
-    before = [version for version in known if version <= wanted]
+    before = sorted((version for version in known if version <= wanted), reverse=True)
     if not before:
         oldest = ".".join(map(str, min(known)))
         raise ValueError(f"Triton is {triton_version}, wanted {oldest} or newer")
-    path = known[max(before)]
-    classes = json.loads(path.read_text(encoding="utf-8"))["classes"]
-    return ".".join(map(str, max(before))), [Threshold(**one) for one in classes]
+    texts = (known[version].read_text(encoding="utf-8") for version in before)
+    classes = [Threshold(**one) for text in texts for one in json.loads(text)["classes"]]
+    return ".".join(map(str, before[0])), classes
 
 
 def faults(row: Inspected, thresholds: Sequence[Threshold]) -> list[str]:
