@@ -299,6 +299,34 @@ MUTANTS = (
         "            if False:",
         "tests/test_launch_metadata.py",
     ),
+    Mutant(
+        "an empty reading of machine code is checked by bounds, all of which it keeps",
+        "tuning/gate.py",
+        "if not row.instructions:",
+        "if row.instructions < 0:",
+        "tests/test_inspect.py",
+    ),
+    Mutant(
+        "a signal's fence may have any scope",
+        "tuning/gate.py",
+        'code[at - 1] != f"MEMBAR.ALL.{scope}"',
+        'not code[at - 1].startswith("MEMBAR")',
+        "tests/test_inspect.py",
+    ),
+    Mutant(
+        "registers are given to warps one by one",
+        "tuning/occupancy.py",
+        "_REGISTERS_PER_ALLOCATION = 256",
+        "_REGISTERS_PER_ALLOCATION = 1",
+        "tests/test_inspect.py",
+    ),
+    Mutant(
+        "accesses of 2 bytes are counted as of 4",
+        "tuning/sass.py",
+        '"U16": 2, "S16": 2, ',
+        "",
+        "tests/test_inspect.py",
+    ),
 )
 
 

@@ -117,6 +117,7 @@ def test_each_fault_is_named(change: dict[str, Any], fault: str) -> None:
         (SIGNAL, SIGNAL.ordering[:2], "wanted a barrier before the fence"),
         (replace(SIGNAL, name="signal_add_sys"), SIGNAL.ordering, "signal of scope SYS"),
         (SIGNAL, (*SIGNAL.ordering[:2], "ATOMG.E.ADD.64.STRONG.SYS"), "signal of scope GPU"),
+        (SIGNAL, (SIGNAL.ordering[0], "MEMBAR.ALL.CTA", SIGNAL.ordering[2]), "of scope GPU"),
         (WAIT, ("LDG.E.64.STRONG.SYS", "BAR.SYNC"), "wanted LDG of scope SYS"),
         (WAIT, ("LDG.E.64.STRONG.GPU", "CCTL.IVALL"), "wanted LDG of scope SYS"),
         (WAIT, (), "wanted LDG of scope SYS"),
