@@ -60,6 +60,27 @@ MUTANTS = (
         "tests/test_pack.py",
     ),
     Mutant(
+        "moves of several tails are taken for one shape",
+        "kernels/launches.py",
+        "move.sums_address != 0, move.tail, move.tail_tokens,",
+        "move.sums_address != 0, move.tail,",
+        "tests/test_launch_memory.py",
+    ),
+    Mutant(
+        "remembered launches move to where the page ids are",
+        "kernels/launches.py",
+        "old[2] + objects",
+        "old[2] + ids",
+        "tests/test_launch_memory.py",
+    ),
+    Mutant(
+        "tuned numbers with other tiles share tables",
+        "kernels/pack.py",
+        "key = (object_align_bytes, by_token, config.tile_bytes, config.page_run_bytes)",
+        "key = (object_align_bytes, by_token, 0, 0)",
+        "tests/test_tuned_pack.py",
+    ),
+    Mutant(
         "an id outside the pools is not stopped",
         "kernels/tiles.py",
         "inside = (page_id >= 0) & (page_id < num_pool_pages)",
