@@ -136,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runner = Runner(layout, trace, compute, max_pages=NUM_PAGES)
     num_bytes = NUM_PAGES * layout.object_bytes["full"]
     staging = StagingBuffer(STAGING_BYTES, device=CPU)
-    config = LinkerConfig(namespace="overlap")
+    # A second call on the wire would have the next group come later, and wants a core of its own.
+    config = LinkerConfig(namespace="overlap", wire_threads=1)
     with local_store((256 << 20) + 2 * num_bytes) as store:
         with Linker(layout, store, staging, config, trace=trace) as linker:
             bench = Bench(runner, trace, linker)

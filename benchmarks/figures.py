@@ -38,7 +38,13 @@ BENCHMARKS = {
         "Does compute hide a layer-wise load, but for its first group? A simulated model on a CPU, "
         "a remote owner over TCP loopback.",
     ),
+    "soak": (
+        "make soak",
+        "What comes of ten minutes of saves, loads, cancels and faults, by callers side by side?",
+    ),
 }
+SLOW = ("soak",)
+"""Recorded on their own, `python benchmarks/soak.py --minutes 10 --write`: they take long."""
 
 
 def measure() -> int:
@@ -52,7 +58,7 @@ def measure() -> int:
     RESULTS.mkdir(exist_ok=True)
     record = {"machine": machine(), "lines": done.stdout.splitlines()}
     (RESULTS / "demo.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    for name in BENCHMARKS:
+    for name in (name for name in BENCHMARKS if name not in SLOW):
         script = Path(__file__).parent / f"bench_{name.split('_')[0]}.py"
         status = subprocess.run([sys.executable, str(script), "--write"], timeout=600).returncode
         if status:
