@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ArgumentError
 from kvferry.groups import (
+    IN_TIME,
     LEAST_HIDDEN_BYTES,
     LEAST_RANGE_BYTES,
     check_groups,
@@ -44,9 +45,9 @@ def test_where_compute_hides_the_transfer_only_the_first_group_is_waited_for() -
         )
         return [end - first for first, end in groups]
 
-    assert lengths(10_000, 1_000) == [1, 3, 13, 20, 20, 4]
+    assert lengths(10_000, 1_000) == [1, 3, 11, 20, 20, 6]
     # Calls of 32 ranges take longer than a layer's compute: one layer first would be too few.
-    assert lengths(4_000, 3_650) == [3, 3, 3, 3, 4, 5, 6, 9, 13, 12]
+    assert lengths(4_000, 3_650) == [4, 4, 4, 4, 4, 4, 5, 5, 6, 7, 9, 5]
     assert len(lengths(1_999, 3_650)) == 5  # not hidden
 
 
@@ -92,7 +93,7 @@ def stall_us(
 def test_no_shorter_first_group_would_have_all_others_in_time(
     sizes: list[int], ratio: float, call_us: float
 ) -> None:
-    counted_us = max(0.85 * 100 * ratio, 100)
+    counted_us = max(IN_TIME * 100 * ratio, 100)
     groups = choose_groups(
         offsets_of(sizes),
         compute_us_per_layer=100 * ratio,
