@@ -12,6 +12,8 @@ class LinkerConfig:
 
     Attributes:
         namespace: first part of every key; keeps deployments in one store apart.
+        replicated: index spaces whose objects are equal on every tensor-parallel rank, so that one
+            rank's serve all; see `KeyScheme.of`.
         part_bytes: how much of a transfer is in staging at once. Larger transfers stream through
             in parts of this size; each part is one store call.
         transfer_timeout_s: deadline of a transfer, queueing included.
@@ -37,6 +39,7 @@ class LinkerConfig:
     """
 
     namespace: str = "kvferry"
+    replicated: frozenset[str] = frozenset()
     part_bytes: int = 64 << 20
     transfer_timeout_s: float = 30.0
     lookup_ttl_s: float = 1.0

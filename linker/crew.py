@@ -13,12 +13,14 @@ from kvferry.kernels.pack import Packer
 from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
 from kvferry.linker.counter_sets import CounterSet, CounterSets
+from kvferry.linker.keys import KeyScheme
 from kvferry.linker.layer_load import LayerLoad
 from kvferry.linker.layer_loader import LayerLoader
 from kvferry.linker.layer_save import LayerSave
 from kvferry.linker.layer_saver import LayerSaver
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.mover import Mover
+from kvferry.linker.seal import Seal
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Store
 from kvferry.linker.streams import Lane
@@ -50,6 +52,7 @@ class Crew:
         store: Store,
         staging: StagingBuffer,
         existence: ExistenceCache,
+        keys: KeyScheme,
         config: LinkerConfig,
         trace: Trace | None,
     ) -> None:
@@ -63,7 +66,6 @@ class Crew:
             for space in layout.spaces
         }
         part_bytes = min(config.part_bytes, staging.num_bytes)
-        shared = (store, staging, packers, existence)
         save_lane, load_lane = Lane(layout.device), Lane(layout.device)
         self._counters = CounterSets(
             config.num_counters,
@@ -77,30 +79,27 @@ class Crew:
             Wire(f"kvferry-{kind}-wire", config.wire_threads, lane.adopt_device)
             for kind, lane in (("save", save_lane), ("load", load_lane))
         ]
-        saver = LayerSaver(
-            *shared,
-            save_lane,
-            self._wires[0],
-            part_bytes=part_bytes,
-            backend=config.backend,
-            integrity=config.integrity,
-            trace=trace,
-        )
+
+        def means(lane: Lane) -> dict[str, Any]:
+            return {
+                "store": store,
+                "staging": staging,
+                "packers": packers,
+                "existence": existence,
+                "lane": lane,
+                "seal": Seal(packers, keys, lane, config.backend) if config.integrity else None,
+                "part_bytes": part_bytes,
+                "backend": config.backend,
+                "trace": trace,
+            }
+
+        saver = LayerSaver(**means(save_lane), wire=self._wires[0])
         loader = LayerLoader(
-            *shared,
-            load_lane,
-            self._wires[1],
-            part_bytes=part_bytes,
-            fetch_ahead=config.fetch_ahead,
-            backend=config.backend,
-            integrity=config.integrity,
-            trace=trace,
+            **means(load_lane), wire=self._wires[1], fetch_ahead=config.fetch_ahead
         )
         self._whole: dict[str, Worker[Transfer]] = {}
         for kind in ("save", "load"):
-            mover = Mover(
-                *shared, part_bytes, config.backend, integrity=config.integrity, trace=trace
-            )
+            mover = Mover(**means(Lane(layout.device)))
             self._whole[kind] = Worker(
                 f"kvferry-{kind}", partial(self._carry_out, mover), mover.lane.adopt_device
             )

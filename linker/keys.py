@@ -1,7 +1,7 @@
 """Object keys: one function makes them for exists, put and get."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kvferry.errors import ArgumentError
 from kvferry.layout import CacheLayout
@@ -19,13 +19,11 @@ class KeyScheme:
 
     Attributes:
         namespace: keeps deployments that share a store apart; without a slash.
-        fingerprint: of the layout.
-        share: of the layout's identity.
+        origins: by index space, fingerprint and share of its objects.
     """
 
     namespace: str
-    fingerprint: str
-    share: str
+    origins: Mapping[str, tuple[str, str]]
 
     def __post_init__(self) -> None:
         if not self.namespace or "/" in self.namespace or "\0" in self.namespace:
@@ -34,13 +32,40 @@ class KeyScheme:
             )
 
     @classmethod
-    def of(cls, layout: CacheLayout, namespace: str) -> "KeyScheme":
-        """Return the scheme of a layout's objects."""
-        return cls(namespace, layout.fingerprint, layout.identity.share)
+    def of(
+        cls, layout: CacheLayout, namespace: str, replicated: Collection[str] = ()
+    ) -> "KeyScheme":
+        """Return the scheme of a layout's objects.
+
+        Args:
+            layout: whose objects they are.
+            namespace: first part of every key.
+            replicated: index spaces whose objects are equal on every tensor-parallel rank. Their
+                keys name no rank and no number of ranks, so that each is stored once for all.
+
+        Raises:
+            ArgumentError: the namespace cannot be used, or the layout has no such space.
+        """
+        unknown = sorted(set(replicated) - set(layout.spaces))
+        if unknown:
+            raise ArgumentError(f"replicated is {unknown}, wanted index spaces {layout.spaces}")
+        origins = {}
+        for space in layout.spaces:
+            if space in replicated:
+                anyone = replace(layout.identity, tp=(0, 1))
+                origins[space] = (layout.fingerprint_of_space(space, anyone), anyone.share)
+            else:
+                origins[space] = (layout.fingerprint, layout.identity.share)
+        return cls(namespace, origins)
+
+    def fingerprint(self, space: str) -> str:
+        """Return the fingerprint of one index space's objects, 32 hex digits."""
+        return self.origins[space][0]
 
     def object_keys(self, page_keys: Sequence[str], space: str) -> list[str]:
         """Return the object keys of pages in one index space, in order."""
-        prefix, suffix = f"{self.namespace}/{self.fingerprint}/{self.share}/", f"/{space}"
+        fingerprint, share = self.origins[space]
+        prefix, suffix = f"{self.namespace}/{fingerprint}/{share}/", f"/{space}"
         return [prefix + page_key + suffix for page_key in page_keys]
 
 

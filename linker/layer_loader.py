@@ -44,12 +44,12 @@ class LayerLoader:
         packers: Mapping[str, Packer],
         existence: ExistenceCache,
         lane: Lane,
+        seal: Seal | None,
         wire: Wire,
         *,
         part_bytes: int,
         fetch_ahead: int,
         backend: str,
-        integrity: bool,
         trace: Trace | None,
     ) -> None:
         self.lane = lane
@@ -63,7 +63,7 @@ class LayerLoader:
         self._backend = backend
         self._trace = trace
         self._layout = next(iter(packers.values())).layout
-        self._seal = Seal(packers, lane, backend) if integrity else None
+        self._seal = seal
 
     def move(self, load: LayerLoad) -> None:
         """Carry out a load and end its handles.

@@ -45,11 +45,11 @@ class LayerSaver:
         packers: Mapping[str, Packer],
         existence: ExistenceCache,
         lane: Lane,
+        seal: Seal | None,
         wire: Wire,
         *,
         part_bytes: int,
         backend: str,
-        integrity: bool,
         trace: Trace | None,
     ) -> None:
         self.lane = lane
@@ -62,7 +62,7 @@ class LayerSaver:
         self._backend = backend
         self._trace = trace
         self._layout = next(iter(packers.values())).layout
-        self._seal = Seal(packers, lane, backend) if integrity else None
+        self._seal = seal
 
     def move(self, save: LayerSave) -> None:
         """Carry out a save and end its handle.
@@ -297,7 +297,7 @@ class _Run:
                 )
                 sums = self._sums_of(piece)
                 assert sums is not None
-                seal.write(ends, plan.object_bytes, keys, sums)
+                seal.write(ends, plan, keys, sums)
         item.seal_us = _us_since(begin_s)
 
     def _sums_of(self, piece: Piece) -> torch.Tensor | None:

@@ -85,7 +85,7 @@ class Linker:
                 )
         if self.config.groups is not None:
             check_groups(self.config.groups, layout.num_layers)
-        self.keys = KeyScheme.of(layout, self.config.namespace)
+        self.keys = KeyScheme.of(layout, self.config.namespace, self.config.replicated)
         self.stats = Stats()
         self._store = store
         self._staging = staging
@@ -94,7 +94,9 @@ class Linker:
         self._can_be_cut = False  # not known yet
         staging.register(store)
         try:
-            self._crew = Crew(layout, store, staging, self._existence, self.config, trace)
+            self._crew = Crew(
+                layout, store, staging, self._existence, self.keys, self.config, trace
+            )
         except BaseException:
             staging.unregister()
             raise

@@ -55,11 +55,12 @@ class Mover:
         staging: StagingBuffer,
         packers: Mapping[str, Packer],
         existence: ExistenceCache,
+        lane: Lane,
+        seal: Seal | None,
+        *,
         part_bytes: int,
         backend: str,
-        *,
-        integrity: bool,
-        trace: Trace | None = None,
+        trace: Trace | None,
     ) -> None:
         self._store = store
         self._staging = staging
@@ -67,10 +68,8 @@ class Mover:
         self._existence = existence
         self._part_bytes = part_bytes
         self._backend = backend
-        layout = next(iter(packers.values())).layout
-        assert layout.device is not None
-        self.lane = Lane(layout.device)
-        self._seal = Seal(packers, self.lane, backend) if integrity else None
+        self.lane = lane
+        self._seal = seal
         self._trace = trace
 
     @ranged(lambda _, transfer: of_plans(transfer.kind, transfer.plans))
@@ -128,7 +127,7 @@ class Mover:
                 part.object_bytes,
                 part.end_bytes,
             )
-            self._seal.write(ends, part.object_bytes, part.keys, item.sums)
+            self._seal.write(ends, part, part.keys, item.sums)
             transfer.timings.seal_us += _us_since(begin)
         put = partial(self._store.put, absent=True)  # `_save` has just asked
         results = self._call(transfer, put, item, (Outcome.NO_SPACE, Outcome.FAILED))

@@ -323,6 +323,14 @@ class CacheLayout:
             raise not_cut(buffer)
         return order_and_runs(pool, buffer.layer_id, buffer.tensor, by_token=True)[1]
 
+    def fingerprint_of_space(self, space: str, identity: ModelIdentity) -> str:
+        """Return the fingerprint of one index space's objects alone, for another identity.
+
+        It holds that space's pools and nothing of the others', so that it stays when those change.
+        """
+        pools = tuple(pool for pool in self.pools if pool.space == space)
+        return fingerprint_of(self.page_size, self.num_layers, pools, identity, self.order)
+
     def num_ranges(self, space: str) -> int:
         """Return how many contiguous ranges a page has before it is packed."""
         return sum(run.count for buffer in self.buffers[space] for run in buffer.runs)
