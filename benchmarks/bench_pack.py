@@ -8,10 +8,7 @@ CPU, which says nothing about a GPU.
 """
 
 import random
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,6 +20,7 @@ from kvferry.kernels.page_ids import PageIds
 from kvferry.layout import CacheLayout
 from kvferry.models import description
 from kvferry.testing import check_telling, make_tensors, object_bytes_of, write_telling
+from kvferry.tuning.timing import median_ratio, time_together, timing_of
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -34,25 +32,9 @@ CASES = (
     ("qwen3-next-80b", "state", 8 if ON_GPU else 2),
 )
 ROUNDS = 41 if ON_GPU else 15
-L2_BYTES = 256 << 20
 
 
-def timed_us(call: Callable[[], object], flush: torch.Tensor | None) -> float:
-    """Return how long a call's work takes, from a cold cache on a GPU."""
-    if flush is None:
-        begin = time.perf_counter()
-        call()
-        return (time.perf_counter() - begin) * 1e6
-    flush.zero_()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3
-
-
-def bench(model: str, space: str, num_pages: int, flush: torch.Tensor | None) -> dict[str, Any]:
+def bench(model: str, space: str, num_pages: int) -> dict[str, Any]:
     """Check and time one model; return its row."""
     plain = CacheLayout.from_description(description(model))
     layout = plain.bind(make_tensors(plain, 2 * num_pages, DEVICE))
@@ -83,27 +65,19 @@ def bench(model: str, space: str, num_pages: int, flush: torch.Tensor | None) ->
         "unpack": partial(packer.unpack, written, objects, stride_bytes=stride),
         "unpack+sum": partial(packer.unpack, written, objects, stride_bytes=stride, sums=sums),
     }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(ROUNDS + 2):
-        names = list(calls) if number % 2 else list(reversed(calls))
-        for name in names:
-            us = timed_us(calls[name], flush)
-            if number >= 2:
-                times[name].append(us)
+    times = time_together({name: [call] for name, call in calls.items()}, DEVICE, num_rounds=ROUNDS)
     row: dict[str, Any] = {"model": model, "space": space, "MB": num_pages * size // 10**6}
-    row["copy GB/s"] = num_pages * size / statistics.median(times["copy"]) / 1e3
+    row["copy GB/s"] = num_pages * size / timing_of(times["copy"]).median_us / 1e3
     for name in list(calls)[1:]:
-        pairs = zip(times["copy"], times[name], strict=True)
-        row[name] = statistics.median(copy / moved for copy, moved in pairs)
+        row[name] = median_ratio(times["copy"], times[name])
     return row
 
 
 def main() -> int:
     """Print the table and, on a GPU, the bars."""
-    flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=DEVICE) if ON_GPU else None
     where = torch.cuda.get_device_name(0) if ON_GPU else "CPU, torch reference"
     print(f"{where}; columns after «copy» are shares of its rate, {ROUNDS} rounds")
-    rows = [bench(*case, flush) for case in CASES]
+    rows = [bench(*case) for case in CASES]
     bars = []
     if ON_GPU:
         bars = [
