@@ -120,6 +120,26 @@ def test_planes_of_a_page_are_cut_each(path: str) -> None:
     assert torch.equal(tensor[2], wanted)
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("order", ["pool", "canonical"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_none_of_the_tokens_of_a_page_that_has_one(heads: int, order: str, path: str) -> None:
+    wide = torch.empty(5, 2 * heads, WIDTH, dtype=torch.bfloat16)
+    layout = CacheLayout.from_tensors(
+        [PoolTensors("k", "full", "token", {0: wide[:, :heads]}, shard_axis=0)],
+        page_size=1, num_layers=1, order=order,
+    )  # fmt: skip
+    packer = Packer(layout, "full")
+    objects = torch.zeros(2 * layout.object_bytes["full"], dtype=torch.uint8)
+    for tail, wanted in (("keep", POISON), ("zero", 0)):
+        poison(layout)
+        packer.unpack([4, 2], objects.fill_(7), tail_tokens=0, tail=tail, backend=path)
+        got = wide[:, :heads].contiguous().view(torch.uint8)
+        assert bool((got[4] == 7).all())
+        assert bool((got[2] == wanted).all())
+
+
 def test_pages_that_cannot_be_cut_are_refused() -> None:
     layout = CacheLayout.from_description(description("deepseek-v3.2-dsa-fp8"))
     layout = layout.bind(make_tensors(layout, 2))

@@ -98,12 +98,13 @@ def page_runs(
     part_bytes = 0
     if last.inner:  # some parts make a token
         token_bytes, part_bytes = last.inner * length, length
+    is_one_token = token_axis is not None and shape[token_axis] == 1
     runs = []
     for indices in itertools.product(*(range(level.size) for level in levels)):
         steps = list(zip(indices, levels, strict=True))
         start = sum(index * level.stride for index, level in steps)
         tokens = [index // level.inner for index, level in steps if level.inner]
-        if tokens:  # the whole run belongs to one token
+        if tokens or is_one_token:  # the whole run belongs to one token
             token_bytes, part_bytes = last.size * length, length
         runs.append(
             Run(
