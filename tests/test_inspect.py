@@ -18,6 +18,7 @@ from kvferry.tuning.occupancy import bytes_in_flight, occupancy, programs_per_mu
 from kvferry.tuning.sass import NoInstructionsError, read_sass
 
 HERE = Path(__file__).parent
+GATHER = HERE.parent / "benchmarks" / "scalar_gather.py"
 COMPILED = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 # ---- occupancy ----
@@ -198,7 +199,7 @@ def test_amd_assembly() -> None:
 
 # ---- functions of others ----
 
-SCALAR = f"{HERE / 'scalar_gather.py'}:gather_kernel"
+SCALAR = f"{GATHER}:gather_kernel"
 ASKED = ("--function", SCALAR, "--signature", "*i16:16,*i64:16,*i16:16,i64,i32",
          "--constants", "ROW=128,BLOCK=1024", "--payload-bytes", "2048",
          "--target", "sm_90")  # fmt: skip
@@ -238,7 +239,7 @@ def test_what_cannot_be_inspected_is_said() -> None:
 @pytest.mark.parametrize(
     ("path", "signature", "constants", "message"),
     [
-        (f"{HERE / 'scalar_gather.py'}:nothing", "", "", "wanted FILE.py:NAME of a @triton.jit"),
+        (f"{GATHER}:nothing", "", "", "wanted FILE.py:NAME of a @triton.jit"),
         ("gather_kernel", "", "", "wanted FILE.py:NAME of a @triton.jit"),
     ],
 )
