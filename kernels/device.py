@@ -34,6 +34,26 @@ def load_page_id(ids_address, page, mask, ID_BYTES: tl.constexpr):
 
 
 @triton.jit
+def load_payload(pointers, mask, CACHE: tl.constexpr):
+    """Words or units of payload, zeros where masked out; CACHE is a place in `CACHE_HINTS`."""
+    if CACHE == 0:
+        value = tl.load(pointers, mask=mask, other=0)
+    else:
+        value = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
+    return value
+
+
+@triton.jit
+def store_payload(pointers, value, mask, CACHE: tl.constexpr):
+    """Store payload; CACHE is a place in `CACHE_HINTS`."""
+    if CACHE == 1:
+        # Evicts first, as an eviction policy would, which takes more instructions and registers.
+        tl.store(pointers, value, mask=mask, cache_modifier=".cs")
+    else:
+        tl.store(pointers, value, mask=mask)
+
+
+@triton.jit
 def checksum_of_pairs(value, weight):
     """What two words in an int64 add to a checksum, `weight` (uint32) being that of the lower one.
 

@@ -9,11 +9,17 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from kvferry.kernels.device import checksum_of_pairs, divide, load_page_id
+from kvferry.kernels.device import (
+    checksum_of_pairs,
+    divide,
+    load_page_id,
+    load_payload,
+    store_payload,
+)
 from kvferry.kernels.handles import Launch
 from kvferry.kernels.metadata import tiles_metadata
 from kvferry.kernels.tables import Move, Table, divisor
-from kvferry.launch import LaunchConfig
+from kvferry.launch import CACHE_HINTS, LaunchConfig
 
 MAX_TILES = 2**31 - 2**16
 """Tiles of one launch: the grid's limit along the first axis, less the programs of a budget."""
@@ -46,7 +52,7 @@ def _find_tile(
 
 
 @triton.jit
-def _load_tile(word, pool, packed, num_bytes, MOVE: tl.constexpr):
+def _load_tile(word, pool, packed, num_bytes, MOVE: tl.constexpr, CACHE: tl.constexpr):
     """Return the tile's words, and which of them there are."""
     # The hint must stand on the pointer, after all arithmetic: a cast from an integer drops
     # earlier ones, and the accesses fall apart into 4-byte ones. The same holds for the bound.
@@ -54,13 +60,13 @@ def _load_tile(word, pool, packed, num_bytes, MOVE: tl.constexpr):
     tl.assume(source % 16 == 0)
     words = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
     mask = word < tl.multiple_of((num_bytes >> 3).to(tl.int32), 2)
-    return tl.load(words + word, mask=mask, other=0), mask
+    return load_payload(words + word, mask, CACHE), mask
 
 
 @triton.jit
 def _store_tile(
     word, value, mask, row, page, pool, packed, num_bytes, sums_address, num_layers, num_pages,
-    tail_tokens, MOVE: tl.constexpr, TAIL: tl.constexpr, SUM: tl.constexpr,
+    tail_tokens, MOVE: tl.constexpr, TAIL: tl.constexpr, SUM: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Store the tile's words where they belong, and add their checksum."""
     if MOVE != 2:
@@ -68,16 +74,16 @@ def _store_tile(
         tl.assume(target % 16 == 0)
         words = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
         if TAIL == 0 or MOVE == 0:
-            tl.store(words + word, value, mask=mask)
+            store_payload(words + word, value, mask, CACHE)
         else:
             kept = tail_tokens.to(tl.int64) * tl.load(row + 4) - tl.load(row + 5)
             kept = tl.minimum(tl.maximum(kept, 0), num_bytes)
             kept = tl.where(page == num_pages - 1, kept, num_bytes)
             in_tail = word < tl.multiple_of((kept >> 3).to(tl.int32), 2)
             if TAIL == 1:
-                tl.store(words + word, tl.where(in_tail, value, 0), mask=mask)
+                store_payload(words + word, tl.where(in_tail, value, 0), mask, CACHE)
             else:
-                tl.store(words + word, value, mask=in_tail)
+                store_payload(words + word, value, in_tail, CACHE)
     if SUM:
         # In 32 bits, the tile's part once: 64-bit positions would cost more than the products.
         weight = ((tl.load(row + 2) >> 2) * 2 + 1).to(tl.uint32) + (word * 4).to(tl.uint32)
@@ -106,6 +112,7 @@ def _move_tiles_kernel(
     TAIL: tl.constexpr,  # WHOLE, ZERO_TAIL or KEEP_TAIL
     SUM: tl.constexpr,
     PERSISTENT: tl.constexpr,  # whether programs go on to further tiles
+    CACHE: tl.constexpr,  # a place in `CACHE_HINTS`
 ):
     number = tl.program_id(0)
     word = tl.arange(0, TILE_BYTES // 8)
@@ -115,7 +122,7 @@ def _move_tiles_kernel(
     )  # fmt: skip
     if PERSISTENT:
         while number < num_tiles:
-            value, mask = _load_tile(word, pool, packed, num_bytes, MOVE)
+            value, mask = _load_tile(word, pool, packed, num_bytes, MOVE, CACHE)
             number += tl.num_programs(0)
             # Where the next tile lies is found while this one's words are on their way. Behind the
             # last one it is the last again, and of no use.
@@ -125,16 +132,16 @@ def _move_tiles_kernel(
             )  # fmt: skip
             _store_tile(
                 word, value, mask, row, page, pool, packed, num_bytes, sums_address, num_layers,
-                num_pages, tail_tokens, MOVE, TAIL, SUM,
+                num_pages, tail_tokens, MOVE, TAIL, SUM, CACHE,
             )  # fmt: skip
             row, page, pool, packed, num_bytes = (
                 next_row, next_page, next_pool, next_packed, next_bytes
             )  # fmt: skip
     else:
-        value, mask = _load_tile(word, pool, packed, num_bytes, MOVE)
+        value, mask = _load_tile(word, pool, packed, num_bytes, MOVE, CACHE)
         _store_tile(
             word, value, mask, row, page, pool, packed, num_bytes, sums_address, num_layers,
-            num_pages, tail_tokens, MOVE, TAIL, SUM,
+            num_pages, tail_tokens, MOVE, TAIL, SUM, CACHE,
         )  # fmt: skip
 
 
@@ -173,6 +180,7 @@ def tile_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[La
                     move.tail,
                     move.with_sums,
                     num_programs < num_tiles,
+                    CACHE_HINTS.index(config.cache),
                 ),
                 config.tile_warps,
             )

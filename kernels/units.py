@@ -9,11 +9,17 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from kvferry.kernels.device import checksum_terms, divide, load_page_id
+from kvferry.kernels.device import (
+    checksum_terms,
+    divide,
+    load_page_id,
+    load_payload,
+    store_payload,
+)
 from kvferry.kernels.handles import Launch
 from kvferry.kernels.metadata import units_metadata
 from kvferry.kernels.tables import Move, Table, divisor
-from kvferry.launch import LaunchConfig
+from kvferry.launch import CACHE_HINTS, LaunchConfig
 
 MAX_ROWS_PER_LAUNCH = 65535
 """Grid limit along the second axis."""
@@ -36,7 +42,7 @@ def _move_block(
     row, first, ids_address, object_address, object_stride, sums_address, num_layers, num_pages,
     num_pool_pages, tail_page, tail_tokens, UNITS: tl.constexpr, UNIT_BYTES: tl.constexpr,
     MOVE: tl.constexpr, ID_BYTES: tl.constexpr, TAIL: tl.constexpr, SUM: tl.constexpr,
-    FEW_PAGES: tl.constexpr,
+    FEW_PAGES: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Move UNITS units of a row, from number `first` on, if there are so many."""
     units_per_part = tl.load(row + 3).to(tl.int32)
@@ -96,15 +102,15 @@ def _move_block(
             pool_units = pool_at.to(tl.pointer_type(tl.uint8))
             packed_units = packed_at.to(tl.pointer_type(tl.uint8))
         source = pool_units if MOVE == 0 else packed_units
-        value = tl.load(source, mask=mask, other=0)
+        value = load_payload(source, mask, CACHE)
         if MOVE == 0:
-            tl.store(packed_units, value, mask=mask)
+            store_payload(packed_units, value, mask, CACHE)
         else:
             if MOVE == 1:
                 if TAIL == 1:
-                    tl.store(pool_units, tl.where(kept, value, 0), mask=mask)
+                    store_payload(pool_units, tl.where(kept, value, 0), mask, CACHE)
                 else:
-                    tl.store(pool_units, value, mask=kept)
+                    store_payload(pool_units, value, kept, CACHE)
         if SUM:
             # Where the words stand in their object.
             position = tl.load(row + 2) + wide_part * tl.load(row + 6) + in_part_bytes
@@ -149,6 +155,7 @@ def _move_units_kernel(
     SUM: tl.constexpr,
     FEW_PAGES: tl.constexpr,
     PERSISTENT: tl.constexpr,  # whether programs go on to further blocks
+    CACHE: tl.constexpr,  # a place in `CACHE_HINTS`
 ):
     rows = rows_address.to(tl.int64).to(tl.pointer_type(tl.int64))
     if PERSISTENT:
@@ -159,13 +166,14 @@ def _move_units_kernel(
                 rows + row.to(tl.int64) * 13, (number - row * blocks_per_row) * UNITS, ids_address,
                 object_address, object_stride, sums_address, num_layers, num_pages, num_pool_pages,
                 tail_page, tail_tokens, UNITS, UNIT_BYTES, MOVE, ID_BYTES, TAIL, SUM, FEW_PAGES,
+                CACHE,
             )  # fmt: skip
             number += tl.num_programs(0)
     else:
         _move_block(
             rows + tl.program_id(1).to(tl.int64) * 13, tl.program_id(0) * UNITS, ids_address,
             object_address, object_stride, sums_address, num_layers, num_pages, num_pool_pages,
-            tail_page, tail_tokens, UNITS, UNIT_BYTES, MOVE, ID_BYTES, TAIL, SUM, FEW_PAGES,
+            tail_page, tail_tokens, UNITS, UNIT_BYTES, MOVE, ID_BYTES, TAIL, SUM, FEW_PAGES, CACHE,
         )  # fmt: skip
 
 
@@ -213,6 +221,7 @@ def unit_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[La
                         move.with_sums,
                         move.with_sums and table.min_units >= FEW_PAGES_UNITS,
                         is_persistent,
+                        CACHE_HINTS.index(config.cache),
                     ),
                     config.unit_warps,
                 )

@@ -85,7 +85,7 @@ from kvferry.kernels.tiles import _move_tiles_kernel as kernel
 
 device = torch.device("cuda", 0)
 big = 1 << 45
-constants = (16384, 0, 8, 0, False, False)
+constants = (16384, 0, 8, 0, False, False, 0)
 for count in range(1, 1001):
     arguments = (big + count, big + 2 * count, big, 48 * count, big + 8 * count, count, count,
                  divisor(count), count, count % 64, count)

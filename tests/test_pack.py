@@ -120,7 +120,7 @@ def test_a_budget_bounds_the_programs_of_every_launch(device: torch.device) -> N
         for launch in launches:
             num_programs = launch.grid[0] * launch.grid[1]
             assert num_programs <= budget or not budget
-            assert launch.constants[-1] == (0 < budget == num_programs)
+            assert launch.constants[-2] == (0 < budget == num_programs)
         for path in PATHS if device.type == "cuda" else ("triton",):
             round_trip(layout, space, path, 4, config=config, stride_slack=16)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 _INSTRUCTION = re.compile(r"^\s+((?:v|s|ds|global|buffer|flat|scratch)_\w+)", re.MULTILINE)
 _ACCESS = re.compile(r"(?:global|buffer|flat)_(load|store)_(\w+)")
+_NON_TEMPORAL = re.compile(r"^\s+((?:global|buffer|flat)_\w+)[^\n;]*\bnt\b", re.MULTILINE)
 _COUNT = re.compile(r"^\s+\.(\w+_count|private_segment_fixed_size):\s+(\d+)$", re.MULTILINE)
 _WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "byte": 1}
 _PADDING = ("s_nop", "s_code_end")
@@ -22,6 +23,7 @@ class Amd:
         spill_bytes: of memory that each thread keeps for itself.
         spills: registers that were spilled, of both kinds.
         loads, stores: width in bytes to number of such accesses to global memory, per thread.
+        evict_first_loads, evict_first_stores: those that are non-temporal, as AMD calls it.
     """
 
     instructions: int
@@ -31,6 +33,8 @@ class Amd:
     spills: int
     loads: dict[int, int] = field(default_factory=dict)
     stores: dict[int, int] = field(default_factory=dict)
+    evict_first_loads: dict[int, int] = field(default_factory=dict)
+    evict_first_stores: dict[int, int] = field(default_factory=dict)
 
 
 def read_amd(assembly: str) -> Amd:
@@ -41,18 +45,23 @@ def read_amd(assembly: str) -> Amd:
     """
     names = [name for name in _INSTRUCTION.findall(assembly) if name not in _PADDING]
     counts = {name: int(number) for name, number in _COUNT.findall(assembly)}
-    accesses: dict[str, Counter[int]] = {"load": Counter(), "store": Counter()}
-    for match in filter(None, map(_ACCESS.match, names)):
-        accesses[match.group(1)][_width(match.group(2))] += 1
+    evict_first = _NON_TEMPORAL.findall(assembly)
     return Amd(
         len(names),
         counts["vgpr_count"],
         counts["sgpr_count"],
         counts["private_segment_fixed_size"],
         counts["vgpr_spill_count"] + counts["sgpr_spill_count"],
-        dict(accesses["load"]),
-        dict(accesses["store"]),
+        _widths("load", names),
+        _widths("store", names),
+        _widths("load", evict_first),
+        _widths("store", evict_first),
     )
+
+
+def _widths(way: str, names: list[str]) -> dict[int, int]:
+    accesses = filter(None, map(_ACCESS.match, names))
+    return dict(Counter(_width(found.group(2)) for found in accesses if found.group(1) == way))
 
 
 def _width(kind: str) -> int:

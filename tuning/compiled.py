@@ -15,7 +15,7 @@ from kvferry.kernels.device import KEEP_TAIL, PACK, SUM_ONLY, UNPACK, WHOLE, ZER
 from kvferry.kernels.signals import _signal_kernel, _wait_kernel
 from kvferry.kernels.tiles import _move_tiles_kernel
 from kvferry.kernels.units import _move_units_kernel
-from kvferry.launch import DEFAULT_LAUNCH, LaunchConfig
+from kvferry.launch import CACHE_HINTS, DEFAULT_LAUNCH, LaunchConfig
 from kvferry.tuned import CONFIGS, read_folder
 
 
@@ -33,6 +33,7 @@ class Variant:
         writes: whether it writes what it reads.
         signature: types of the run-time arguments by name, where the kernel annotates none.
         aligned: names of those that are known to be multiples of 16.
+        cache: the hint that its payload's accesses should carry, of `launch.CACHE_HINTS`.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Variant:
     writes: bool = True
     signature: Mapping[str, str] = field(default_factory=dict)
     aligned: Collection[str] = ()
+    cache: str = "none"
 
 
 def variants(launch: LaunchConfig = DEFAULT_LAUNCH) -> Iterator[Variant]:
@@ -76,7 +78,7 @@ def tuned_variants(folder: Path = CONFIGS) -> Iterator[Variant]:
     Names end in the size and the warps of a program: `pack_tiles_persistent_id4@32768x4`.
     """
     default = {(each.name, *_form(each)) for each in variants()}
-    seen: set[tuple[str, int, int]] = set()
+    seen: set[tuple[str, int, int, str]] = set()
     rows = (row for tuned in read_folder(folder).values() for row in tuned.classes)
     for config, direction in {(row.config, row.direction): None for row in rows}:
         for variant in variants(config):
@@ -88,12 +90,23 @@ def tuned_variants(folder: Path = CONFIGS) -> Iterator[Variant]:
                 and (name, *form) not in default | seen
             ):
                 seen.add((name, *form))
-                yield replace(variant, name=f"{name}@{form[0]}x{form[1]}")
+                hint = "" if variant.cache == "none" else f"+{variant.cache}"
+                yield replace(variant, name=f"{name}@{form[0]}x{form[1]}{hint}")
 
 
-def _form(variant: Variant) -> tuple[int, int]:
+def hinted_variants() -> Iterator[Variant]:
+    """Yield the wide moves of whole pages with each cache hint: `pack_tiles_id4+stream`."""
+    plain = {f"{way}_{form}_id4" for way in ("pack", "unpack") for form in ("tiles", "units16")}
+    for hint in CACHE_HINTS[1:]:
+        for variant in variants(replace(DEFAULT_LAUNCH, cache=hint)):
+            if variant.name in plain:
+                yield replace(variant, name=f"{variant.name}+{hint}")
+
+
+def _form(variant: Variant) -> tuple[int, int, str]:
     constants = variant.constants
-    return constants.get("TILE_BYTES") or constants["UNITS"], variant.num_warps
+    size = constants.get("TILE_BYTES") or constants["UNITS"]
+    return size, variant.num_warps, variant.cache
 
 
 def signal_variants(asm: bool = True) -> Iterator[Variant]:
@@ -127,12 +140,13 @@ def _units(
         {
             "UNITS": launch.units_per_program, "UNIT_BYTES": unit_bytes, "MOVE": kind,
             "ID_BYTES": id_bytes, "TAIL": tail, "SUM": with_sums, "FEW_PAGES": few_pages,
-            "PERSISTENT": is_persistent,
+            "PERSISTENT": is_persistent, "CACHE": CACHE_HINTS.index(launch.cache),
         },
         launch.unit_warps,
         launch.units_per_program * unit_bytes,
         unit_bytes,
         kind != SUM_ONLY,
+        cache=launch.cache,
     )  # fmt: skip
 
 
@@ -151,11 +165,13 @@ def _tiles(
         {
             "TILE_BYTES": launch.tile_bytes, "MOVE": kind, "ID_BYTES": id_bytes, "TAIL": tail,
             "SUM": with_sums, "PERSISTENT": is_persistent,
+            "CACHE": CACHE_HINTS.index(launch.cache),
         },
         launch.tile_warps,
         launch.tile_bytes,
         16,
         kind != SUM_ONLY,
+        cache=launch.cache,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from kvferry.kernels.device import PACK, UNPACK, WHOLE
 from kvferry.kernels.tiles import _move_tiles_kernel
 from kvferry.kernels.units import _move_units_kernel
-from kvferry.launch import DEFAULT_LAUNCH
+from kvferry.launch import CACHE_HINTS, DEFAULT_LAUNCH
 from kvferry.tuned import CONFIGS, DEFAULT_NAME, DIRECTIONS, SCHEMA
 from kvferry.tuning.compiled import Variant, compile_for
 from kvferry.tuning.occupancy import WARP_THREADS, bytes_in_flight, programs_per_multiprocessor
@@ -89,7 +89,7 @@ class Candidate:
         """As it is compiled: with the 32-bit page ids that transfers use, without checksums."""
         constants: dict[str, Any] = {
             "MOVE": _KINDS[self.direction], "ID_BYTES": 4, "TAIL": WHOLE, "SUM": False,
-            "PERSISTENT": self.persistent,
+            "PERSISTENT": self.persistent, "CACHE": CACHE_HINTS.index(DEFAULT_LAUNCH.cache),
         }  # fmt: skip
         if self.kernel == "tiles":
             constants["TILE_BYTES"] = self.size

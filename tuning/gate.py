@@ -90,7 +90,7 @@ def faults(row: Inspected, thresholds: Sequence[Threshold]) -> list[str]:
         found.append(
             f"{where}: in_flight_bytes is {_text(row.in_flight_bytes)}, {of} at least {least}"
         )
-    return found + [f"{where}: {fault}" for fault in order_faults(row)]
+    return found + [f"{where}: {fault}" for fault in (*order_faults(row), *hint_faults(row))]
 
 
 def order_faults(row: Inspected) -> list[str]:
@@ -117,6 +117,28 @@ def order_faults(row: Inspected) -> list[str]:
         if code[at - 1] != f"MEMBAR.ALL.{scope}" or not code[at].endswith(f".STRONG.{scope}"):
             return [f"order is {code[: at + 1]}, wanted fence and signal of scope {scope}"]
     return []
+
+
+def hint_faults(row: Inspected) -> list[str]:
+    """Return what is wrong with cache hints: one that is wanted and not there, or the reverse.
+
+    Triton 3.6 and 3.9 drop the hint of a load for AMD's GPUs: there none is wanted.
+    """
+    wanted = {
+        "loads": row.cache != "none" and not row.target.startswith("gfx"),
+        "stores": row.cache == "stream",
+    }
+    found = []
+    for way, is_wanted in wanted.items():
+        every: dict[int, int] = getattr(row, way)
+        hinted: dict[int, int] = getattr(row, f"evict_first_{way}")
+        payload = {row.access_bytes: every.get(row.access_bytes, 0)}
+        if hinted != (payload if is_wanted else {}):
+            found.append(
+                f"{way} that are evicted first are {hinted}, wanted {payload if is_wanted else {}} "
+                f"for cache {row.cache!r}"
+            )
+    return found
 
 
 def _numbers(version: str) -> tuple[int, int]:

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import triton
 
-from kvferry.tuning.compiled import Variant, signal_variants, tuned_variants, variants
+from kvferry.tuning.compiled import (
+    Variant,
+    hinted_variants,
+    signal_variants,
+    tuned_variants,
+    variants,
+)
 from kvferry.tuning.functions import load_function, parse_constants
 from kvferry.tuning.gate import faults, load_thresholds
 from kvferry.tuning.inspection import TARGETS, Inspected, inspect
@@ -24,6 +30,7 @@ _SHORT = 12
 def variants_for(target: str) -> Iterator[Variant]:
     """Yield every variant in use on a target: those that move pages, and those that signal."""
     yield from variants()
+    yield from hinted_variants()
     yield from tuned_variants()
     yield from signal_variants(asm=not target.startswith("gfx"))
 

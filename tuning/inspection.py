@@ -35,6 +35,8 @@ class Inspected:
         occupancy: share of its warps.
         in_flight_bytes: what it has asked memory for, at most.
         ordering: barriers, fences, atomic operations, stores and strong loads, in order.
+        cache: the hint that the payload's accesses should carry, of `launch.CACHE_HINTS`.
+        evict_first_loads, evict_first_stores: as `loads` and `stores`, those that carry it.
         unread: why there are no instructions, if there are none.
     """
 
@@ -55,6 +57,9 @@ class Inspected:
     occupancy: float | None = None
     in_flight_bytes: int | None = None
     ordering: tuple[str, ...] = ()
+    cache: str = "none"
+    evict_first_loads: dict[int, int] = field(default_factory=dict)
+    evict_first_stores: dict[int, int] = field(default_factory=dict)
     unread: str = ""
 
 
@@ -109,6 +114,9 @@ def _inspect_cuda(variant: Variant, target: str) -> Inspected:
         occupied,
         in_flight,
         sass.ordering,
+        variant.cache,
+        sass.evict_first_loads,
+        sass.evict_first_stores,
     )
 
 
@@ -130,6 +138,9 @@ def _inspect_amd(variant: Variant, target: str) -> Inspected:
         amd.stores,
         amd.instructions * 16 / payload if payload else None,
         _payload_share(variant, payload, amd.loads, amd.stores),
+        cache=variant.cache,
+        evict_first_loads=amd.evict_first_loads,
+        evict_first_stores=amd.evict_first_stores,
     )
 
 

@@ -32,6 +32,7 @@ class Sass:
         loads, stores: width in bytes to number of such accesses to global memory, per thread.
         first_loads: those of the loads that come before the first store or atomic operation.
         ordering: barriers, fences, atomic operations, stores and strong loads, in order.
+        evict_first_loads, evict_first_stores: those that ask the caches to drop their lines first.
     """
 
     instructions: int
@@ -42,6 +43,8 @@ class Sass:
     stores: dict[int, int] = field(default_factory=dict)
     first_loads: dict[int, int] = field(default_factory=dict)
     ordering: tuple[str, ...] = ()
+    evict_first_loads: dict[int, int] = field(default_factory=dict)
+    evict_first_stores: dict[int, int] = field(default_factory=dict)
 
 
 def read_sass(cubin: bytes) -> Sass:
@@ -61,6 +64,7 @@ def read_sass(cubin: bytes) -> Sass:
             "cuobjdump printed no instructions: its version knows not this GPU"
         )
     registers, stack, local = (int(number) for number in usage.groups())
+    evict_first = [name for name in names if ".EF" in name]
     writes = (at for at, name in enumerate(names) if name.startswith(("STG", "RED", "ATOM")))
     return Sass(
         len(names),
@@ -71,6 +75,8 @@ def read_sass(cubin: bytes) -> Sass:
         _widths("STG", names),
         _widths("LDG", names[: next(writes, len(names))]),
         tuple(name for name in names if _ORDERING.match(name)),
+        _widths("LDG", evict_first),
+        _widths("STG", evict_first),
     )
 
 

@@ -1,4 +1,4 @@
-"""How the kernels are launched: tile sizes and warps, as frozen data."""
+"""How the kernels are launched: tile sizes, warps and cache hints, as frozen data."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,15 @@ from kvferry.errors import ArgumentError
 
 MAX_PROGRAMS = 2**16
 """Of a budget: many more than any GPU holds at once."""
+
+CACHE_HINTS = ("none", "stream", "keep_written")
+"""What a move asks of the caches; a kernel knows a hint by its place here.
+
+`none`: nothing. `stream`: what is read and what is written goes first when room is wanted, for a
+move touches each byte once, and the model beside it wants its own data in L2. `keep_written`: only
+what is read goes first. What was written is read again soon, a packed object by a NIC or a copy
+engine, an unpacked page by attention, and from L2 if it is still there.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,7 @@ class LaunchConfig:
         max_programs: programs that a launch has at most: a budget of multiprocessors, kept from a
             model that runs beside it. Programs then go on from tile to tile. 0 sets no bound: each
             tile has a program of its own, which is the quickest when nothing else runs.
+        cache: one of `CACHE_HINTS`. Bytes are the same with each.
     """
 
     tile_bytes: int = 16384
@@ -34,6 +44,7 @@ class LaunchConfig:
     unit_warps: int = 4
     page_run_bytes: int = 4096
     max_programs: int = 0
+    cache: str = "none"
 
     def __post_init__(self) -> None:
         for name, least in (("tile_bytes", 1024), ("units_per_program", 32)):
@@ -50,6 +61,8 @@ class LaunchConfig:
             raise ArgumentError(
                 f"max_programs is {self.max_programs}, wanted 0 (no bound) .. {MAX_PROGRAMS}"
             )
+        if self.cache not in CACHE_HINTS:
+            raise ArgumentError(f"cache is {self.cache!r}, wanted one of {CACHE_HINTS}")
 
     def programs_for(self, num_tiles: int) -> int:
         """Return how many programs a launch of so many tiles has."""

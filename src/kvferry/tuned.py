@@ -14,7 +14,8 @@ underscores; `default.json` serves every other GPU, and CPUs. Schema 1, an objec
         direction       "pack" or "unpack"
         num_bytes       payload of the moves of this size class, in bytes
         max_programs    budget, 0 for none; the entries of a class are its budget curve
-        config          tile_bytes, tile_warps, units_per_program, unit_warps, page_run_bytes
+        config          tile_bytes, tile_warps, units_per_program, unit_warps, page_run_bytes;
+                        cache, one of `launch.CACHE_HINTS`, "none" where it is missing
         gb_per_s        payload, 1e9 bytes a second; only in a measured file
         share_of_copy   of the rate of `copy_` of as many bytes; only in a measured file
 
@@ -34,14 +35,15 @@ from typing import Any
 import torch
 
 from kvferry.errors import ArgumentError
-from kvferry.launch import LaunchConfig
+from kvferry.launch import CACHE_HINTS, LaunchConfig
 
 SCHEMA = 1
 CONFIGS = Path(__file__).parent / "tuning" / "configs"
 DEFAULT_NAME = "default"
 DIRECTIONS = ("pack", "unpack")
 ORIGINS = ("derived", "measured")
-CONFIG_KEYS = ("tile_bytes", "tile_warps", "units_per_program", "unit_warps", "page_run_bytes")
+_NUMBERS = ("tile_bytes", "tile_warps", "units_per_program", "unit_warps", "page_run_bytes")
+CONFIG_KEYS = (*_NUMBERS, "cache")
 _OF_A_MEASUREMENT = ("torch", "driver", "date", "commit")
 _FIGURES = ("gb_per_s", "share_of_copy")
 
@@ -232,11 +234,13 @@ def _class(entry: "_Reader", is_measured: bool) -> TunedClass:
     unknown = sorted(set(config.plain) - set(CONFIG_KEYS))
     if unknown:
         raise ArgumentError(f"{config.where} has {unknown}, wanted {CONFIG_KEYS} alone")
-    numbers = {key: config.integer(key, 1) for key in CONFIG_KEYS}
+    numbers = {key: config.integer(key, 1) for key in _NUMBERS}
+    cache = config.one_of("cache", CACHE_HINTS) if "cache" in config.plain else CACHE_HINTS[0]
     try:
-        return TunedClass(direction, num_bytes, LaunchConfig(**numbers, max_programs=max_programs))
+        found = LaunchConfig(**numbers, max_programs=max_programs, cache=cache)
     except ArgumentError as error:
         raise ArgumentError(f"{config.where}: {error}") from error
+    return TunedClass(direction, num_bytes, found)
 
 
 class _Reader:
