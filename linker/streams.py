@@ -137,6 +137,11 @@ def fence_of_caller(device: torch.device) -> Fence:
     return Fence(event)
 
 
+def current_stream_id(device: torch.device) -> int:
+    """Return a number that tells the calling thread's current streams apart; 0 on a CPU."""
+    return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
+
+
 class Lane:
     """A stream of high priority for one direction's packing; nothing on a CPU.
 

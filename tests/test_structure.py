@@ -24,7 +24,7 @@ MAY_IMPORT = {
 # Packages that only some files may import: by the start of a file's path.
 RESERVED = {
     "mooncake": ("linker/mooncake.py",),
-    "sglang": ("linker/sglang",),
+    "sglang": ("linker/sglang.py",),
     "vllm": ("linker/vllm",),
     "triton": ("kernels/", "tuning/"),
 }
@@ -121,6 +121,7 @@ def test_import_rule() -> None:
         ("linker/transfer.py", "from sglang.srt import server_args"),
         ("linker/transfer.py", "import sglang_kernel"),
         ("linker/sglang.py", "import vllm"),
+        ("linker/sglang_pools.py", "import sglang"),
         ("tuning/sweep.py", "from kvferry.linker.staging import Staging"),
         ("src/kvferry/demo.py", "from kvferry.tuning import sweep"),
         ("src/kvferry/doctor.py", "import mooncake"),
@@ -135,7 +136,7 @@ def test_import_rule_catches(path: str, text: str) -> None:
     ("path", "text"),
     [
         ("linker/mooncake.py", "from mooncake.store import MooncakeDistributedStore"),
-        ("linker/sglang_pools.py", "import sglang"),
+        ("linker/sglang.py", "import sglang"),
         ("linker/transfer.py", "from kvferry import errors\nfrom kvferry.kernels import pack"),
         ("tuning/sweep.py", "import triton\nfrom kvferry.launch import LaunchConfig"),
         ("src/kvferry/demo.py", "from kvferry.linker.store import ObjectStore"),

@@ -1,0 +1,175 @@
+"""Layer-wise loads for SGLang: queued by request, started by batch, waited for by layer.
+
+The scheduler's thread never waits here before the forward pass does: a thread of its own waits for
+the page ids to reach the host and opens the load.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from kvferry.errors import ArgumentError, TransferFailed
+from kvferry.linker.layer_load import LayerLoad, LoadRequest
+from kvferry.linker.linker import Linker
+from kvferry.linker.sglang_jobs import Job, Opener
+from kvferry.linker.sglang_transfers import COPY_LIMIT_S, Pages
+from kvferry.linker.streams import Fence, current_stream_id
+
+
+class Batch(Job[LayerLoad]):
+    """The loads of one forward pass.
+
+    Attributes:
+        index: of the layer counter's consumer.
+        requests: request id to its pages.
+    """
+
+    def __init__(self, index: int, requests: dict[str, Pages], behind: Sequence[Fence]) -> None:
+        super().__init__(behind)
+        self.index = index
+        self.requests = requests
+
+    def wait_layer(self, layer: int, timeout_s: float) -> None:
+        """Hold this thread, or its stream, until a layer may be read; a failure raises nothing."""
+        self.wait_begun(timeout_s)
+        if self.handle is not None:
+            self.handle.wait_layer(layer)
+
+    def verdict(self, timeout_s: float) -> TransferFailed | None:
+        """Wait until no page is touched any more; why the load failed, None if it did not."""
+        self.wait_begun(timeout_s)
+        if self.handle is not None and self.error is None:
+            try:
+                self.handle.result()
+            except TransferFailed as error:
+                self.give_up(str(error), error.cause)  # the other requests' pages too
+        return self.error
+
+
+class Loads:
+    """Queued and running loads. For the scheduler's thread alone.
+
+    Attributes:
+        device: of the pools.
+    """
+
+    def __init__(self, linker: Linker) -> None:
+        """Start the thread that begins loads."""
+        assert linker.layout.device is not None
+        self.device = linker.layout.device
+        self._linker = linker
+        self._queued: dict[str, Pages] = {}
+        self._running: dict[int, Batch] = {}
+        self._numbers = itertools.count()
+        self._opener: Opener[Batch] = Opener("kvferry-sglang-loads", self.device, self._begin)
+
+    def queue(self, rid: str, pages: Pages) -> None:
+        """Remember a request's load for the next batch.
+
+        Raises:
+            ArgumentError: the request has one already.
+        """
+        if rid in self._queued:
+            raise ArgumentError(f"rid {rid!r} has a load queued already, wanted one")
+        self._queued[rid] = pages
+
+    def cancel(self, rid: str) -> bool:
+        """Forget a queued load; whether there was one."""
+        return self._queued.pop(rid, None) is not None
+
+    def start(self, behind: Callable[[], Sequence[Fence]]) -> int:
+        """Begin all queued loads as one batch; return its index, -1 if there are none.
+
+        Args:
+            behind: called if there are some; what it returns must be passed before pages are
+                written.
+        """
+        if not self._queued:
+            return -1
+        requests, self._queued = self._queued, {}
+        batch = Batch(next(self._numbers), requests, behind())
+        self._running[batch.index] = batch
+        self._opener.put(batch)
+        return batch.index
+
+    def running(self, index: int) -> Batch | None:
+        """Return a batch that was started and not finished."""
+        return self._running.get(index)
+
+    def finish(self, index: int) -> TransferFailed | None:
+        """Wait for a batch's end, and forget it; why it failed, None if it did not.
+
+        Its pages are not touched any more.
+        """
+        batch = self._running.get(index)
+        if batch is None:
+            return None
+        error = batch.verdict(COPY_LIMIT_S + self._linker.config.transfer_timeout_s)
+        del self._running[index]
+        return error
+
+    def reset(self, reason: str) -> None:
+        """Drop what is queued, and end what runs; no page is touched any more."""
+        self._queued.clear()
+        for batch in self._running.values():
+            batch.give_up(reason, "cancelled")
+        self._running.clear()
+
+    def close(self, timeout_s: float) -> None:
+        """End what runs, and the thread."""
+        self.reset("the linker is closed")
+        self._opener.close(timeout_s)
+
+    def _begin(self, batch: Batch) -> None:
+        """In the thread of loads."""
+        requests = [LoadRequest(pages.keys, pages.on_host()) for pages in batch.requests.values()]
+        load = self._linker.load_batch(requests)
+        batch.begin(load.start)
+
+
+class LayerDoneCounter:
+    """What SGLang's pools wait on before a layer is read.
+
+    Registered once, before graphs are captured, and the same object ever after.
+
+    Attributes:
+        num_layers: of this pipeline stage, up to the last one with a buffer.
+        consumer_index: the batch whose layers the forward pass that begins now reads; -1: none.
+    """
+
+    def __init__(self, num_layers: int, loads: Loads, timeout_s: float) -> None:
+        self.num_layers = num_layers
+        self.consumer_index = -1
+        self._loads = loads
+        self._timeout_s = timeout_s
+        self._reached: tuple[int, int, int] = (-1, -1, 0)  # batch, layer, stream
+
+    def set_consumer(self, index: int) -> None:
+        """Say which batch the next forward pass reads; -1 for none."""
+        self.consumer_index = index
+
+    def wait_until(self, threshold: int) -> None:
+        """Hold the forward pass until a layer may be read: its thread, or its stream.
+
+        Cheap when asked again for the same layer. Bounded, and never raises for a load that failed:
+        the forward pass goes on, and the batch's verdict tells.
+
+        Args:
+            threshold: the layer, counted in this stage; those behind the last buffer wait for that.
+        """
+        index = self.consumer_index
+        if index < 0:
+            return
+        batch = self._loads.running(index)
+        if batch is None:
+            return
+        layer = min(threshold, self.num_layers - 1)
+        stream = current_stream_id(self._loads.device)
+        # What this stream waited for needs no second wait; another stream knows nothing of it.
+        if self._reached[0] == index and self._reached[2] == stream and layer <= self._reached[1]:
+            return
+        batch.wait_layer(layer, self._timeout_s)
+        self._reached = (index, layer, stream)
+
+    def reset(self) -> None:
+        """Forget the batch."""
+        self.consumer_index = -1

@@ -1,0 +1,70 @@
+"""SGLang's ranks: whose bytes a rank's objects are, and which of them it writes."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from kvferry.errors import ArgumentError
+from kvferry.identity import ModelIdentity
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A rank among those that share a model; each pair is (rank, size).
+
+    Attention data parallelism has no place here: its replicas hold equal bytes under equal keys,
+    and each finds what the others wrote. Tensor parallelism is that of the attention.
+
+    Attributes:
+        tp: attention's tensor parallelism.
+        pp: pipeline parallelism.
+        cp: attention's context parallelism.
+        dcp: decode context parallelism: each rank keeps every dcp-th token.
+    """
+
+    tp: tuple[int, int] = (0, 1)
+    pp: tuple[int, int] = (0, 1)
+    cp: tuple[int, int] = (0, 1)
+    dcp: tuple[int, int] = (0, 1)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share a host's memory: as SGLang's own client counts them."""
+        return self.tp[1] * self.pp[1]
+
+    def identity(self, *, model: str, revision: str, kv_dtype: str, draft: str) -> ModelIdentity:
+        """Return who writes this rank's bytes."""
+        return ModelIdentity(
+            model, revision, kv_dtype, draft, tp=self.tp, pp=self.pp, cp=self.cp, dcp=self.dcp
+        )
+
+    def writes(self, page_keys: Sequence[str]) -> list[bool]:
+        """Return, for pages that all tensor-parallel ranks hold alike, which this rank stores.
+
+        By a hash of the key, so that the ranks share them out without a word to each other.
+        """
+        rank, size = self.tp
+        if size == 1:
+            return [True] * len(page_keys)
+        return [zlib.crc32(key.encode()) % size == rank for key in page_keys]
+
+
+def ranks_of(params: Any) -> Ranks:
+    """Return this process's place, from SGLang's `CacheInitParams`.
+
+    Raises:
+        ArgumentError: the ranks do not fit together.
+    """
+    group = getattr(params, "attn_tp_cache_group", None) or getattr(params, "tp_cache_group", None)
+    tp = (0, 1)
+    if dist.is_available() and dist.is_initialized():
+        tp = (dist.get_rank(group), dist.get_world_size(group))
+    ranks = Ranks(tp, (params.pp_rank, params.pp_size), (params.attn_cp_rank, params.attn_cp_size))
+    for name in ("tp", "pp", "cp"):
+        rank, size = getattr(ranks, name)
+        if not 0 <= rank < size:
+            raise ArgumentError(f"{name} is (rank {rank}, size {size}), wanted 0 <= rank < size")
+    return ranks
