@@ -81,6 +81,27 @@ MUTANTS = (
         "tests/test_tuned_pack.py",
     ),
     Mutant(
+        "short runs take no cache hint",
+        "kernels/units.py",
+        "CACHE_HINTS.index(config.cache),",
+        "0,",
+        "tests/test_cache_hints.py",
+    ),
+    Mutant(
+        "what streams is stored to stay",
+        "kernels/device.py",
+        'tl.store(pointers, value, mask=mask, cache_modifier=".cs")',
+        "tl.store(pointers, value, mask=mask)",
+        "tests/test_compiled.py",
+    ),
+    Mutant(
+        "a cache hint that nobody wanted passes the gate",
+        "tuning/gate.py",
+        "(payload if is_wanted else {}):",
+        "(payload if is_wanted else hinted):",
+        "tests/test_cache_hints.py",
+    ),
+    Mutant(
         "an id outside the pools is not stopped",
         "kernels/tiles.py",
         "inside = (page_id >= 0) & (page_id < num_pool_pages)",

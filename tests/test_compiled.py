@@ -73,6 +73,26 @@ def test_the_kernels_that_transfers_use_keep_the_bars(
             assert row["in_flight_bytes"] >= 128 * 1024, row
 
 
+@pytest.mark.parametrize("hint", ["stream", "keep_written"])
+def test_machine_code_has_the_hints(inspected: tuple[str, dict[str, Any]], hint: str) -> None:
+    rows = {(row["name"], row["target"]): row for row in inspected[1]["rows"]}
+    most = {"tiles": 19, "units16": 46}
+    for way, form in itertools.product(("pack", "unpack"), most):
+        plain = f"{way}_{form}_id4"
+        for target in ("sm_90", "sm_100"):
+            row = rows[f"{plain}+{hint}", target]
+            assert row["loads"] == rows[plain, target]["loads"]
+            assert row["stores"] == rows[plain, target]["stores"] == {"16": 8}
+            assert row["evict_first_loads"] == {"16": 8}, row
+            assert row["evict_first_stores"] == ({"16": 8} if hint == "stream" else {}), row
+            assert row["instructions_per_16_bytes"] <= most[form], row
+            assert row["programs"] == rows[plain, target]["programs"]
+            assert row["in_flight_bytes"] == rows[plain, target]["in_flight_bytes"]
+        amd = rows[f"{plain}+{hint}", "gfx942"]
+        assert amd["evict_first_loads"] == {}  # Triton drops the hint
+        assert amd["evict_first_stores"] == (amd["stores"] if hint == "stream" else {})
+
+
 HERE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
 LAUNCHES = """
 import json, time
