@@ -178,6 +178,7 @@ def changed(plain: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[st
         (("classes", 0, "max_programs"), -1, r"max_programs is -1, wanted an integer of at least"),
         (("classes", 0, "max_programs"), 1 << 20, r"classes\[0\].config: max_programs is 1048576"),
         (("classes", 0, "gb_per_s"), 900, "gb_per_s is 900, wanted no such figure"),
+        (("classes", 0, "spread"), 0.1, "spread is 0.1, wanted no such figure"),
         (("classes", 0, "config"), None, r"classes\[0\].config is None, wanted an object"),
         (("classes", 0, "config", "tile_warps"), REMOVED, r"config has .*, wanted tile_warps too"),
         (("classes", 0, "config", "tile_bytes"), 5000, "tile_bytes is 5000, wanted a power of two"),
@@ -195,6 +196,13 @@ def test_a_measurement_says_what_it_was(path: tuple[Any, ...]) -> None:
     assert parse(measured(), "f.json").origin == "measured"
     with pytest.raises(ArgumentError, match=f"wanted {path[-1]} too"):
         parse(changed(measured(), path, REMOVED), "f.json")
+
+
+def test_a_spread_may_be_missing_and_may_be_zero() -> None:
+    place = ("classes", 0, "spread")
+    assert parse(changed(measured(), place, 0), "f.json") == parse(measured(), "f.json")
+    with pytest.raises(ArgumentError, match=r"classes\[0\]: spread is -0.1, wanted a number of at"):
+        parse(changed(measured(), place, -0.1), "f.json")
 
 
 def test_what_is_no_json_is_refused_by_name(tmp_path: Path) -> None:

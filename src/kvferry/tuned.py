@@ -18,9 +18,10 @@ underscores; `default.json` serves every other GPU, and CPUs. Schema 1, an objec
                         cache, one of `launch.CACHE_HINTS`, "none" where it is missing
         gb_per_s        payload, 1e9 bytes a second; only in a measured file
         share_of_copy   of the rate of `copy_` of as many bytes; only in a measured file
+        spread          of the time, (90th - 10th percentile) / median; may be missing
 
 No two entries have direction, num_bytes and max_programs in common. Further keys are notes, such as
-the numbers that a choice was derived from, and not read here.
+the figures of each layout that was measured, or of each candidate, and not read here.
 """
 
 import json
@@ -143,7 +144,7 @@ def for_device(device_name: str, folder: Path = CONFIGS) -> TunedLaunches:
         (len(name), stem)
         for stem, tuned in launches.items()
         for name in tuned.device_names
-        if _begins(device_name, name)
+        if begins(device_name, name)
     ]
     return launches[max(found)[1] if found else DEFAULT_NAME]
 
@@ -227,7 +228,9 @@ def _class(entry: "_Reader", is_measured: bool) -> TunedClass:
     max_programs = entry.integer("max_programs", 0)
     for key in _FIGURES if is_measured else ():
         entry.number(key)
-    for key in _FIGURES if not is_measured else ():
+    if is_measured and "spread" in entry.plain:
+        entry.number("spread", 0)
+    for key in (*_FIGURES, "spread") if not is_measured else ():
         if entry.plain.get(key) is not None:
             raise entry.wrong(key, "no such figure: nothing was measured")
     config = _Reader(entry.get("config"), f"{entry.where}.config")
@@ -266,10 +269,13 @@ class _Reader:
             raise self.wrong(key, f"an integer of at least {least}")
         return value
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, least: float | None = None) -> float:
+        """Return a number of at least `least`; without, a positive one."""
         value = self.get(key)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise self.wrong(key, "a positive number")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not (value > 0 if least is None else value >= least):
+            wanted = "a positive number" if least is None else f"a number of at least {least:g}"
+            raise self.wrong(key, wanted)
         return float(value)
 
     def text(self, key: str) -> str:
@@ -291,7 +297,7 @@ class _Reader:
         return value
 
 
-def _begins(device_name: str, beginning: str) -> bool:
-    """Whether a name begins with whole words: `NVIDIA A100-SXM4-80GB` with `NVIDIA A100`."""
+def begins(device_name: str, beginning: str) -> bool:
+    """Return whether a name begins so, in whole words: `NVIDIA A100-SXM4-80GB` with `NVIDIA A100`."""
     rest = device_name[len(beginning) :]
     return device_name.startswith(beginning) and not rest[:1].isalnum()
