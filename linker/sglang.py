@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.runtime_context import get_parallel
 
 from kvferry.errors import ArgumentError, KVFerryError
 from kvferry.linker.linker import Linker
@@ -22,7 +23,7 @@ from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.sglang_loads import LayerDoneCounter, Loads
 from kvferry.linker.sglang_offloads import Offloads
 from kvferry.linker.sglang_pools import TRANSFERS, read_cache_params
-from kvferry.linker.sglang_ranks import Ranks, ranks_of
+from kvferry.linker.sglang_ranks import Ranks, check_pipeline, ranks_of
 from kvferry.linker.sglang_settings import read_settings
 from kvferry.linker.sglang_transfers import Pages, pages_of
 from kvferry.linker.staging import StagingBuffer
@@ -76,10 +77,13 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if others:
             log.warning("arguments %s are unknown here and not used", sorted(others))
         self.forward_stream = forward_stream
-        ranks = ranks_of(params)
+        dcp_size = get_parallel().attn_dcp_size
+        dcp_rank = get_parallel().attn_dcp_rank if dcp_size > 1 else 0
+        ranks = ranks_of(params, (dcp_rank, dcp_size))
         settings = read_settings(extra_config, tp_rank=ranks.tp[0], num_ranks=ranks.num_ranks)
+        check_pipeline(ranks, settings.adapter.allow_pipeline)
         identity = _identity(server_args, params, ranks, settings.adapter)
-        self._pools = read_cache_params(params, identity=identity)
+        self._pools = read_cache_params(params, identity=identity, dcp_size=ranks.dcp[1])
         layout = self._pools.layout
         _check_components(components, layout.spaces)
         config = replace(settings.linker, replicated=self._pools.replicated)

@@ -118,7 +118,7 @@ class Offloads:
     def _begin(self, offload: Offload) -> None:
         """In the thread of offloads."""
         keys, page_ids = offload.pages.keys, offload.pages.on_host()
-        if self._ranks.tp[1] > 1:
+        if self._ranks.replica[1] > 1:
             mine = np.asarray(self._ranks.writes(keys))
             for space in self._replicated & set(page_ids):
                 page_ids[space] = np.where(mine, page_ids[space], -1)

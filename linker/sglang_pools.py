@@ -143,7 +143,11 @@ class SGLangPools:
 
 
 def read_cache_params(
-    params: Any, *, num_layers: int | None = None, identity: ModelIdentity | None = None
+    params: Any,
+    *,
+    num_layers: int | None = None,
+    identity: ModelIdentity | None = None,
+    dcp_size: int = 1,
 ) -> SGLangPools:
     """Read the pools that SGLang's `CacheInitParams` lead to; see `read_sglang_pools`.
 
@@ -163,6 +167,7 @@ def read_cache_params(
         window_tokens=getattr(params, "swa_retain_window", None),
         num_layers=num_layers,
         identity=identity,
+        dcp_size=dcp_size,
     )
 
 
@@ -175,6 +180,7 @@ def read_sglang_pools(
     window_tokens: int | None = None,
     num_layers: int | None = None,
     identity: ModelIdentity | None = None,
+    dcp_size: int = 1,
 ) -> SGLangPools:
     """Build a bound layout from SGLang's pools, and see that no tensor of theirs is left out.
 
@@ -187,12 +193,17 @@ def read_sglang_pools(
         window_tokens: the sliding window, where `kvcache` has one and does not know it.
         num_layers: layers of this pipeline stage; by default up to the last one with a buffer.
         identity: who writes these bytes. Its `kv_dtype` matters: fp8 pools are raw bytes.
+        dcp_size: ranks of decode context parallelism: the tree's pages are so many times as long as
+            the pools', since each rank keeps every dcp-th token of a page.
 
     Raises:
         LayoutError: an unknown pool class or variant, a page size that differs, a tensor that
             nobody described, or pools smaller than the page ids in use; names class, attribute
             and layer.
     """
+    if dcp_size > 1:
+        _check_dcp(kvcache, draft_pools, page_size, dcp_size)
+    tree_page_size, page_size = page_size, page_size // dcp_size
     reading = read_target(kvcache, page_size)
     mamba_pool = getattr(req_to_token_pool, "mamba_pool", None)
     if mamba_pool is not None:
@@ -223,10 +234,26 @@ def read_sglang_pools(
     shared = {pool.space for pool in reading.pools if pool.name not in reading.replicated}
     return SGLangPools(
         layout,
-        {space: 1 if space == "state" else page_size for space in layout.spaces},
+        {space: 1 if space == "state" else tree_page_size for space in layout.spaces},
         frozenset(set(layout.spaces) - shared),
         (*reading.excluded, *left_out),
     )
+
+
+def _check_dcp(kvcache: Any, draft_pools: Sequence[Any], page_size: int, dcp_size: int) -> None:
+    """Refuse what does not keep row `slot // dcp_size` of every slot of its rank.
+
+    A slot s is token s of the pool that all ranks make up together: rank s % dcp_size has it, in
+    row s // dcp_size. So page ids stay what they are: slot // the tree's page size.
+    """
+    known = ("MHATokenToKVPool", "MLATokenToKVPool")
+    name = type(kvcache).__qualname__
+    if name not in known or draft_pools or page_size % dcp_size:
+        raise LayoutError(
+            f"decode context parallelism of {dcp_size} over a {name} with {len(draft_pools)} draft "
+            f"pools and pages of {page_size} tokens, wanted one of {known}, no drafts, and pages "
+            "that divide evenly"
+        )
 
 
 def _check_page_ids(layout: CacheLayout, reading: Reading) -> None:

@@ -1,5 +1,6 @@
 """SGLang's ranks: whose bytes a rank's objects are, and which of them it writes."""
 
+import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 from kvferry.errors import ArgumentError
 from kvferry.identity import ModelIdentity
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,19 +44,32 @@ class Ranks:
             model, revision, kv_dtype, draft, tp=self.tp, pp=self.pp, cp=self.cp, dcp=self.dcp
         )
 
+    @property
+    def replica(self) -> tuple[int, int]:
+        """This rank's number, and how many there are, among those whose replicated bytes agree.
+
+        Tensor-parallel ranks do, but under decode context parallelism only every dcp-th.
+        """
+        (rank, size), (_, dcp_size) = self.tp, self.dcp
+        return rank // dcp_size, max(1, size // dcp_size)
+
     def writes(self, page_keys: Sequence[str]) -> list[bool]:
-        """Return, for pages that all tensor-parallel ranks hold alike, which this rank stores.
+        """Return, for pages that several ranks hold alike, which this rank stores.
 
         By a hash of the key, so that the ranks share them out without a word to each other.
         """
-        rank, size = self.tp
+        rank, size = self.replica
         if size == 1:
             return [True] * len(page_keys)
         return [zlib.crc32(key.encode()) % size == rank for key in page_keys]
 
 
-def ranks_of(params: Any) -> Ranks:
-    """Return this process's place, from SGLang's `CacheInitParams`.
+def ranks_of(params: Any, dcp: tuple[int, int] = (0, 1)) -> Ranks:
+    """Return this process's place.
+
+    Args:
+        params: SGLang's `CacheInitParams`.
+        dcp: rank and size of decode context parallelism, which SGLang keeps elsewhere.
 
     Raises:
         ArgumentError: the ranks do not fit together.
@@ -62,9 +78,34 @@ def ranks_of(params: Any) -> Ranks:
     tp = (0, 1)
     if dist.is_available() and dist.is_initialized():
         tp = (dist.get_rank(group), dist.get_world_size(group))
-    ranks = Ranks(tp, (params.pp_rank, params.pp_size), (params.attn_cp_rank, params.attn_cp_size))
-    for name in ("tp", "pp", "cp"):
+    ranks = Ranks(
+        tp, (params.pp_rank, params.pp_size), (params.attn_cp_rank, params.attn_cp_size), dcp
+    )
+    for name in ("tp", "pp", "cp", "dcp"):
         rank, size = getattr(ranks, name)
         if not 0 <= rank < size:
             raise ArgumentError(f"{name} is (rank {rank}, size {size}), wanted 0 <= rank < size")
+    if ranks.tp[1] % ranks.dcp[1] or ranks.tp[0] % ranks.dcp[1] != ranks.dcp[0]:
+        raise ArgumentError(
+            f"dcp is {ranks.dcp} and tp {ranks.tp}, wanted ranks of one dcp group side by side"
+        )
     return ranks
+
+
+def check_pipeline(ranks: Ranks, allowed: bool) -> None:
+    """Refuse pipeline parallelism, unless it is asked for by name.
+
+    Over tensor and context parallelism SGLang makes lookups, verdicts and finished offloads the
+    same; over pipeline stages, in 0.5.23, it does not. A prefix that one stage finds and another
+    misses gives them batches of different shapes.
+
+    Raises:
+        ArgumentError: there are several stages, and `allowed` is false.
+    """
+    if ranks.pp[1] > 1 and not allowed:
+        raise ArgumentError(
+            f"pp is {ranks.pp}: SGLang's stages do not agree on what its external linker finds; "
+            "wanted one stage, or allow_pipeline in linker_extra_config to risk it"
+        )
+    if ranks.pp[1] > 1:
+        log.warning("allow_pipeline: stages may disagree on prefixes, and then fail")

@@ -103,5 +103,5 @@ def check_page_size(pool: Any, page_size: int) -> None:
     if got != page_size:
         raise LayoutError(
             f"{type(pool).__qualname__}: page_size is {got}, wanted the tree's {page_size} "
-            f"(decode context parallelism and mixed page sizes are not described)"
+            f"(mixed page sizes are not described)"
         )

@@ -225,3 +225,20 @@ def test_cache_init_params() -> None:
     assert [pool.name for pool in read_cache_params(side).layout.pools][-1] == "draft_v"
     with pytest.raises(LayoutError, match="mtp_draft_mamba_pools"):
         read_cache_params(params(case, mtp_draft_mamba_pools=(object(),)))
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_decode_context_parallelism(kind: str) -> None:
+    case = CASES[kind]()
+    read = case.read(page_size=2 * P, dcp_size=2)
+    assert read.layout.page_size == P  # what this rank keeps of a page of the tree
+    slots = torch.arange(2 * P) + 3 * 2 * P
+    read.check_slots("full", slots)
+    assert read.page_ids("full", slots).tolist() == [3]
+    # SGLang: slot s is in row s // dcp_size of rank s % dcp_size.
+    rows = {int(slot) // 2 for slot in slots}
+    assert rows == set(range(3 * P, 4 * P))
+    prove_bytes(read.layout, "full", case.views, [read.layout.num_pages["full"] - 1, 1], [0, 2])
+    for other, text in (("dsa", "DSATokenToKVPool with 0 draft"), ("swa", "a SWAKVPool")):
+        with pytest.raises(LayoutError, match=f"decode context parallelism of 2 over .*{text}"):
+            CASES[other]().read(page_size=2 * P, dcp_size=2)
