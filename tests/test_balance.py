@@ -67,6 +67,23 @@ def test_the_mix_is_shared_out_evenly(state_every: int, num_pages: int) -> None:
         assert imbalance(tiles, num_programs) <= 1.05, (size, num_programs)
 
 
+@pytest.mark.parametrize("state_every", [1, 4, 20])
+@pytest.mark.parametrize("num_programs", [16, 32, 64, 132])
+def test_few_pages_are_uneven_by_three_tiles_at_most(state_every: int, num_programs: int) -> None:
+    for num_pages in (1, 2, 4, 8):
+        moved = bytes_of_programs(bytes_of_mix(16384, state_every, num_pages), num_programs)
+        assert max(moved) - sum(moved) / num_programs <= 3 * 16384, num_pages
+
+
+def test_few_pages_are_as_uneven_as_the_guide_says() -> None:
+    percent = {
+        size: [round(100 * imbalance(bytes_of_mix(size, 20, pages), 132)) - 100
+               for pages in (1, 2, 4, 8)]
+        for size in (16384, 8192)
+    }  # fmt: skip
+    assert percent == {16384: [22, 15, 5, 4], 8192: [7, 4, 2, 1]}
+
+
 def test_large_tiles_are_uneven_from_32_programs_on() -> None:
     # Why derived files have smaller ones there.
     tiles = bytes_of_mix(32768, 20, 8)
