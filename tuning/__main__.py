@@ -6,6 +6,7 @@ import sys
 COMMANDS = {
     "derive": ("kvferry.tuning.derive", "write launch numbers for GPUs that nobody measured on"),
     "inspect": ("kvferry.tuning.inspect", "compile the kernels for other GPUs, and check"),
+    "sweep": ("kvferry.tuning.sweep", "measure launch numbers on this GPU"),
 }
 """Name to the module whose `main(arguments)` returns an exit status, and a line of help."""
 

@@ -298,6 +298,6 @@ class _Reader:
 
 
 def begins(device_name: str, beginning: str) -> bool:
-    """Return whether a name begins so, in whole words: `NVIDIA A100-SXM4-80GB` with `NVIDIA A100`."""
+    """Return whether a name begins so, in whole words: `NVIDIA A100-SXM4` with `NVIDIA A100`."""
     rest = device_name[len(beginning) :]
     return device_name.startswith(beginning) and not rest[:1].isalnum()
