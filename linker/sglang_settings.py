@@ -7,15 +7,15 @@ environment; with SGLang's names and defaults. Ours stand in `linker_extra_confi
 
 import json
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ArgumentError
 from kvferry.linker.config import LinkerConfig
 from kvferry.linker.mooncake_config import MooncakeConfig
+from kvferry.linker.settings import bytes_of, values_of
 
 CONFIG_FILE = "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH"
 
@@ -42,8 +42,6 @@ _LIMITS = {
     if field.name
     in ("lease_ttl_s", "max_call_bytes", "max_call_objects", "session_max_age_s", "rpc_timeout_s")
 }
-
-_UNITS = {"": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -117,13 +115,13 @@ def read_settings(
         raise ArgumentError(
             f"linker_extra_config has {unknown}, wanted names among {sorted(SETTINGS)}"
         )
-    adapter = AdapterConfig(**_values(extra, _ADAPTER))
+    adapter = AdapterConfig(**values_of(extra, _ADAPTER))
     store = _store_values(extra, os.environ if environment is None else environment)
     namespace = extra.get("namespace", LinkerConfig.namespace)
     tenant = str(store["tenant_id"] or "default").strip() or "default"
     parts = [namespace, *([] if tenant == "default" else [tenant]), adapter.extra_backend_tag]
     linker = {
-        **_values(extra, _LINKER),
+        **values_of(extra, _LINKER),
         "namespace": ".".join(str(part) for part in parts if part),
     }
     if linker.get("groups") is not None:
@@ -135,23 +133,9 @@ def read_settings(
         protocol=str(store["protocol"]),
         device_name=_device_name(str(store["device_name"] or ""), tp_rank),
         segment_bytes=bytes_of("global_segment_size", store["global_segment_size"]) // num_ranks,
-        **_values(extra, _LIMITS),
+        **values_of(extra, _LIMITS),
     )
     return SGLangSettings(adapter, LinkerConfig(**linker), mooncake)
-
-
-def bytes_of(name: str, value: Any) -> int:
-    """Return a size: an integer, or a text such as `512mb` or `4gb`.
-
-    Raises:
-        ArgumentError: it is neither.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    found = re.fullmatch(r"(\d+)\s*([kmg]b)?", str(value).strip().lower())
-    if isinstance(value, str) and found:
-        return int(found[1]) * _UNITS[found[2] or ""]
-    raise ArgumentError(f"{name} is {value!r}, wanted bytes, or a text such as '512mb' or '4gb'")
 
 
 def _store_values(extra: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -210,33 +194,3 @@ def _device_name(value: str, tp_rank: int) -> str:
 
 def _is_true(value: Any) -> bool:
     return str(value).strip().lower() in ("1", "true", "yes", "y", "on")
-
-
-def _values(extra: Mapping[str, Any], known: Mapping[str, "Field[Any]"]) -> dict[str, Any]:
-    """Return the values of some settings that are given, each of its kind."""
-    return {
-        name: _typed(name, extra[name], field) for name, field in known.items() if name in extra
-    }
-
-
-def _typed(name: str, value: Any, field: "Field[Any]") -> Any:
-    default = None if field.default is MISSING else field.default
-    if name.endswith("_bytes"):
-        return bytes_of(name, value)
-    if isinstance(default, bool):
-        good = isinstance(value, bool)
-    elif isinstance(default, int):
-        good = isinstance(value, int) and not isinstance(value, bool)
-    elif isinstance(default, str):
-        good = isinstance(value, str)
-    elif name == "groups":
-        good = value is None or (
-            isinstance(value, list)
-            and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
-        )
-    else:
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good:
-        kind = "a list of [first, end] pairs" if name == "groups" else f"a value like {default!r}"
-        raise ArgumentError(f"{name} is {value!r}, wanted {kind}")
-    return value

@@ -1,0 +1,54 @@
+"""Settings that come as JSON from an engine's launch line: sizes, and values of the right kind."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field
+from typing import Any
+
+from kvferry.errors import ArgumentError
+
+_UNITS = {"": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
+
+
+def bytes_of(name: str, value: Any) -> int:
+    """Return a size: an integer, or a text such as `512mb` or `4gb`.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    found = re.fullmatch(r"(\d+)\s*([kmg]b)?", str(value).strip().lower())
+    if isinstance(value, str) and found:
+        return int(found[1]) * _UNITS[found[2] or ""]
+    raise ArgumentError(f"{name} is {value!r}, wanted bytes, or a text such as '512mb' or '4gb'")
+
+
+def values_of(extra: Mapping[str, Any], known: Mapping[str, "Field[Any]"]) -> dict[str, Any]:
+    """Return the values of some settings that are given, each of its kind."""
+    return {
+        name: _typed(name, extra[name], field) for name, field in known.items() if name in extra
+    }
+
+
+def _typed(name: str, value: Any, field: "Field[Any]") -> Any:
+    default = None if field.default is MISSING else field.default
+    if name.endswith("_bytes"):
+        return bytes_of(name, value)
+    if isinstance(default, bool):
+        good = isinstance(value, bool)
+    elif isinstance(default, int):
+        good = isinstance(value, int) and not isinstance(value, bool)
+    elif isinstance(default, str):
+        good = isinstance(value, str)
+    elif name == "groups":
+        good = value is None or (
+            isinstance(value, list)
+            and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+        )
+    else:
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good:
+        kind = "a list of [first, end] pairs" if name == "groups" else f"a value like {default!r}"
+        raise ArgumentError(f"{name} is {value!r}, wanted {kind}")
+    return value
