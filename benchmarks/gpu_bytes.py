@@ -59,7 +59,7 @@ def run(check: Check) -> None:
     seen: set[str] = set()
     for number, worker in enumerate(workers):
         check.step(f"share {number} of the matrix")
-        found = _answer(worker, check.left_s)
+        found = _answer(worker)
         failures += found["failures"]
         seen |= set(found["seen"])
         num_moves += found["moves"]
@@ -72,7 +72,7 @@ def run(check: Check) -> None:
     check.figure("variants", len(seen))
     check.figure("moves", num_moves)
     check.figure("matrix_round_trips", case_count(check.on_gpu))
-    check.figure("checked_mb_of_real_layouts", num_bytes // 10**6)
+    check.figure("bytes_of_layouts", num_bytes)
     check.summary(f"{num_moves} moves, {len(seen)} variants: every byte right")
 
 
@@ -143,9 +143,9 @@ def _start(check: Check, number: int, count: int) -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
-def _answer(worker: "subprocess.Popen[str]", limit_s: float) -> dict[str, Any]:
+def _answer(worker: "subprocess.Popen[str]") -> dict[str, Any]:
     """Return what a worker found; one that died is a failure. What hangs, the part's limit ends."""
-    output, _ = worker.communicate(timeout=max(1.0, limit_s))
+    output, _ = worker.communicate()
     if worker.returncode:
         return {"failures": [f"a process of the matrix ended with status {worker.returncode}"],
                 "seen": [], "moves": 0}  # fmt: skip

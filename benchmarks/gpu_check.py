@@ -56,7 +56,7 @@ PARTS = (
     Part("graph", 30),
     Part("baseline", 40),
     Part("dispatch", 20),
-    Part("sweep", 120),
+    Part("sweep", 180),
 )
 """In the order of what one wants to know first, should the time not suffice."""
 
@@ -168,7 +168,7 @@ def run_all(
         print(
             f"{part.name}: {result['state']}{note}, {result['seconds']:.1f} s  {text}", flush=True
         )
-        for bar in result["bars"]:
+        for bar in (bar for bar in result["bars"] if bar["value"] is not None):
             print("  " + bar_line(part.name, bar), flush=True)
     return results
 

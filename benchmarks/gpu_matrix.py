@@ -8,7 +8,7 @@ import itertools
 import json
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,10 @@ import torch
 from gpu_moves import Way, guarded, guarded_layout, round_trip
 
 from kvferry.kernels.checksum import ObjectSums, layer_sums_reference
+from kvferry.kernels.device import PACK, UNPACK, WHOLE
 from kvferry.kernels.handles import Launch
+from kvferry.kernels.pack import TAILS, Packer
+from kvferry.kernels.page_ids import PageIds
 from kvferry.launch import CACHE_HINTS, DEFAULT_LAUNCH, LaunchConfig
 from kvferry.layout import CacheLayout
 from kvferry.testing import telling_bytes
@@ -89,6 +92,32 @@ def run_case(case: Case, device: torch.device) -> int:
     if case.way is None:
         _sum_objects(case, device)
         return 1
+    layout, wholes = _layout(case, device)
+    round_trip(layout, "full", case.config, case.way, wholes)
+    return 2
+
+
+def planned(case: Case) -> set[str]:
+    """Return the variants by which a case moves pages, without moving any."""
+    assert case.way is not None
+    layout, _ = _layout(case, torch.device("cpu"))
+    packer = Packer(layout, "full", case.config)
+    dtype = torch.int32 if case.way.id_bytes == 4 else torch.int64
+    ids = PageIds(torch.arange(case.way.num_pages, dtype=dtype), unique=True)
+    sums = torch.zeros(1) if case.way.with_sums else None
+    stride = layout.object_bytes["full"] + case.way.stride_slack_bytes
+    tail = TAILS[case.way.tail] if case.way.tail else WHOLE
+    return {
+        _key(launch.kernel, launch.constants)
+        for kind, end in ((PACK, WHOLE), (UNPACK, tail))
+        for launch in packer.launches(
+            packer.describe(kind, ids, 1 << 20, stride, ((0, 3),), 0, sums, end, 2)
+        )
+    }
+
+
+def _layout(case: Case, device: torch.device) -> tuple[CacheLayout, list[torch.Tensor]]:
+    """Return guarded pools whose pages take the case's path."""
     # Rows of uint8: so the pool's memory can be as far from a multiple of 16 as the width asks.
     row_bytes = case.units * case.width // PAGE_TOKENS if case.width else 5136
     plain = CacheLayout.from_description({
@@ -96,9 +125,7 @@ def run_case(case: Case, device: torch.device) -> int:
         "pools": [{"name": "k", "index": "full", "rows": "token", "row_shape": [row_bytes],
                    "dtype": "uint8", "layers": [0, 2]}],
     })  # fmt: skip
-    layout, wholes = guarded_layout(plain, POOL_PAGES, device, case.width % 16)
-    round_trip(layout, "full", case.config, case.way, wholes)
-    return 2
+    return guarded_layout(plain, POOL_PAGES, device, case.width % 16)
 
 
 def _sum_objects(case: Case, device: torch.device) -> None:
@@ -138,8 +165,8 @@ def _key(kernel: Any, constants: tuple[Any, ...]) -> str:
     return f"{kernel.fn.__name__} {[int(constant) for constant in constants]}"
 
 
-def run_share(number: int, count: int, device: torch.device) -> dict[str, Any]:
-    """Run every `count`-th case from `number` on; return failures, variants seen, and moves."""
+def run_cases(chosen: Iterable[Case], device: torch.device) -> dict[str, Any]:
+    """Run cases; return failures, the variants that ran, and how many moves it was."""
     seen: set[str] = set()
     start = Launch.start
 
@@ -149,16 +176,26 @@ def run_share(number: int, count: int, device: torch.device) -> dict[str, Any]:
 
     Launch.start = noted  # type: ignore[method-assign, assignment]
     failures, moves = [], 0
-    for case in itertools.islice(cases(device.type == "cuda"), number, None, count):
-        print(case.name, file=sys.stderr, flush=True)
-        try:
-            moves += run_case(case, device)
-        except AssertionError as error:
-            traceback.print_exc()
-            failures.append(f"{case.name}: {error}")
-    Launch.start = start  # type: ignore[method-assign]
+    try:
+        for case in chosen:
+            print(case.name, file=sys.stderr, flush=True)
+            try:
+                moves += run_case(case, device)
+            except AssertionError as error:
+                traceback.print_exc()
+                failures.append(f"{case.name}: {error}")
+    finally:
+        Launch.start = start  # type: ignore[method-assign]
     return {"failures": failures, "seen": sorted(seen), "moves": moves}
 
 
+def main(arguments: list[str]) -> int:
+    """`gpu_matrix.py NUMBER COUNT DEVICE`."""
+    number, count, device = int(arguments[0]), int(arguments[1]), torch.device(arguments[2])
+    share = itertools.islice(cases(device.type == "cuda"), number, None, count)
+    print(json.dumps(run_cases(share, device)))
+    return 0
+
+
 if __name__ == "__main__":
-    print(json.dumps(run_share(int(sys.argv[1]), int(sys.argv[2]), torch.device(sys.argv[3]))))
+    sys.exit(main(sys.argv[1:]))

@@ -74,6 +74,8 @@ def _numbers(check: Check, counters: LayerCounters) -> None:
 def _held_until_signalled(check: Check, counters: LayerCounters, wait: LayerWait) -> None:
     """What was written before a signal is there for whoever waited for it, and not before."""
     payload = torch.zeros(1 << 20, dtype=torch.int32, device=check.device)
+    if check.on_gpu:
+        torch.cuda.synchronize(check.device)  # the producer's stream knows nothing of the zeros
     for number in range(1, 4):
         step = counters.begin_step()
         seen: list[torch.Tensor] = []
@@ -87,6 +89,7 @@ def _held_until_signalled(check: Check, counters: LayerCounters, wait: LayerWait
         _signal(counters, wait, step, partial(payload.fill_, number))
         waiting.join(2 * LIMIT_S)
         assert not waiting.is_alive(), f"layer {layer} was waited for in vain"
+        assert seen, f"nobody read what layer {layer} was waited for"
         assert bool((seen[0] == number).all()), f"step {number}: not what the signal came behind"
         assert wait.verdict(step) is None, wait.verdict(step)
 
