@@ -9,7 +9,7 @@ READY_VLLM := .venv-vllm/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-faults test-deep mutants soak test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-layers bench-overlap inspect inspect-newest bench-sass bench-pack bench-ranges nsys ncu figures clean
+.PHONY: help demo test test-faults test-deep mutants soak test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-layers bench-overlap inspect inspect-newest bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -80,6 +80,9 @@ bench-pack: $(READY) ## pack and unpack beside Tensor.copy_ of as many bytes
 
 bench-ranges: $(READY) ## what NVTX ranges cost a transfer, with a tool that listens and without
 	$(BIN)/python benchmarks/bench_ranges.py
+
+gpu-check: $(READY) ## bytes, rates and waits on a GPU, within minutes (OUT=folder); small on a CPU
+	$(BIN)/python benchmarks/gpu_check.py $(or $(OUT),gpu-check)
 
 NSIGHT = OUT="$(or $(OUT),nsight)" RANGE="$(RANGE)" LAUNCHES="$(LAUNCHES)" \
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/nsight.sh

@@ -87,7 +87,8 @@ def measured() -> str:
         "# Measured",
         "Written by `make figures`, which runs the commands named here; never by hand. Single "
         "figures wander by a third on a shared machine: ratios are from one run, turn by turn.",
-        "GPU figures (pack and unpack beside `Tensor.copy_`, the demo on a GPU): «not measured».",
+        "GPU figures (pack and unpack beside `Tensor.copy_`, the demo on a GPU): «not measured»; "
+        "how they will be, and against which bars: [gpu-check.md](gpu-check.md).",
     ]
     demo = load("demo")
     parts += ["## `make demo`", _where(demo["machine"]), _fenced("\n".join(demo["lines"]))]

@@ -123,7 +123,7 @@ def _kept(
 
 def _empty(state: str = "running", why: str = "") -> dict[str, Any]:
     return {"state": state, "why": why, "at": "start", "summary": "", "figures": {}, "rows": [],
-            "bars": [], "left_out": []}  # fmt: skip
+            "bars": [], "left_out": [], "attached": {}}  # fmt: skip
 
 
 def run_all(

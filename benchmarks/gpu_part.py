@@ -45,7 +45,7 @@ class Check:
         self._began_s = time.monotonic()
         self._found: dict[str, Any] = {
             "state": "running", "why": "", "at": "start", "summary": "", "figures": {},
-            "rows": [], "bars": [], "left_out": [],
+            "rows": [], "bars": [], "left_out": [], "attached": {},
         }  # fmt: skip
         self._write()
 
@@ -94,6 +94,11 @@ class Check:
         self._found["bars"].append(
             {"name": name, "value": kept, "wanted": wanted, "at_least": at_least}
         )
+        self._write()
+
+    def attach(self, name: str, content: Any) -> None:
+        """Put a file's content into the report, where it is not printed."""
+        self._found["attached"][name] = content
         self._write()
 
     def left_out(self, what: str) -> None:
