@@ -42,8 +42,16 @@ def rows_of(plain: dict[str, Any]) -> list[tuple[Candidate, Figures]]:
     ]
 
 
+def derived_for(arch: str) -> dict[str, Any]:
+    """The first derived file for an architecture: of some GPU of it nothing may be measured yet."""
+    found = [plain for plain in DERIVED.values() if plain["architecture"] == arch]
+    if not found:
+        pytest.skip(f"every file for {arch} is measured")
+    return found[0]
+
+
 def test_every_gpu_has_a_file() -> None:
-    assert set(FILES) == set(GPUS)
+    assert set(GPUS) <= set(FILES)  # others were measured
     for stem, plain in DERIVED.items():
         arch, device_names = GPUS[stem]
         assert plain["device_names"] == list(device_names)
@@ -63,16 +71,15 @@ def test_files_hold_what_the_rule_picks() -> None:
 
 
 def test_the_default_takes_the_worst_of_every_architecture() -> None:
-    stems = ("NVIDIA_A100", "NVIDIA_H200", "NVIDIA_B200")
-    by_arch = [[figures for _, figures in rows_of(DERIVED[stem])] for stem in stems]
+    by_arch = [[figures for _, figures in rows_of(derived_for(arch))] for arch in CUDA_ARCHES]
     wanted = [worst_of(figures) for figures in zip(*by_arch, strict=True)]
     assert [figures for _, figures in rows_of(DERIVED["default"])] == wanted
 
 
 def test_gpus_of_one_architecture_have_the_same_figures() -> None:
-    for one, other in (("NVIDIA_H100", "NVIDIA_H200"), ("NVIDIA_B200", "NVIDIA_GB200"),
-                       ("NVIDIA_B200", "NVIDIA_B300")):  # fmt: skip
-        assert DERIVED[one]["candidates"] == DERIVED[other]["candidates"]
+    for plain in DERIVED.values():
+        if plain["architecture"] in CUDA_ARCHES:
+            assert plain["candidates"] == derived_for(plain["architecture"])["candidates"]
 
 
 RECOMPILE = """
@@ -87,17 +94,17 @@ for candidate, arch in json.load(sys.stdin):
 def test_the_compiler_still_says_what_the_files_say() -> None:
     # What is launched, of one direction for each form; `derive --check` compiles all.
     wanted, jobs = [], []
-    for stem in ("NVIDIA_A100", "NVIDIA_H200", "NVIDIA_B200"):
-        plain = DERIVED[stem]
+    for arch in CUDA_ARCHES:
+        plain = derived_for(arch)
         if plain["triton"] != triton.__version__:
-            pytest.skip(f"{stem} was derived with Triton {plain['triton']}, this is another")
+            pytest.skip(f"{plain['gpu']}: derived with Triton {plain['triton']}, this is another")
         rows = rows_of(plain)
         for kernel in ("tiles", "units"):
             for direction, persistent in (("pack", False), ("unpack", True)):
                 form = (kernel, direction, persistent)
                 some = [row for row in rows if _form_of(row[0]) == form]
                 chosen = pick(some)
-                jobs.append((vars(chosen), GPUS[stem][0]))
+                jobs.append((vars(chosen), arch))
                 wanted.append(vars(dict(some)[chosen]))
     done = subprocess.run(
         [sys.executable, "-c", RECOMPILE],

@@ -17,13 +17,19 @@ import triton
 
 from kvferry.launch import CACHE_HINTS, DEFAULT_LAUNCH, LaunchConfig
 from kvferry.tuned import CONFIGS, DIRECTIONS
-from kvferry.tuning.derive import Candidate, Figures, is_pruned
+from kvferry.tuning.derive import PAYLOAD_ACCESS_BYTES, Candidate, Figures, is_pruned
+from kvferry.tuning.occupancy import WARP_THREADS
 
 TILES, HINTS, UNITS, BESIDE = "tiles", "hints", "units", "beside"
 STAGES = (TILES, HINTS, UNITS, BESIDE)
 """Tile sizes and warps; cache hints; units and warps; the chosen moves beside a matmul."""
 
 MIB = 1 << 20
+MAX_THREAD_BYTES = 256
+"""Of payload that a thread holds at once. With more, the same kernels with checksums spill: they
+are launched with the same numbers, and `make inspect` would not let these pass."""
+
+_BYTES = {TILES: 1, UNITS: PAYLOAD_ACCESS_BYTES}
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class Plan:
         return [
             Candidate(kernel, direction, max_programs > 0, size, num_warps)
             for size, num_warps in product(self.sizes[kernel], self.num_warps)
+            if size * _BYTES[kernel] <= MAX_THREAD_BYTES * WARP_THREADS * num_warps
         ]
 
     def all_candidates(self) -> list[Candidate]:
