@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_parallel
 from kvferry.errors import ArgumentError, KVFerryError
 from kvferry.linker.linker import Linker
 from kvferry.linker.mooncake import MooncakeStore
+from kvferry.linker.pool_tensors import qualified_name
 from kvferry.linker.sglang_loads import LayerDoneCounter, Loads
 from kvferry.linker.sglang_offloads import Offloads
 from kvferry.linker.sglang_pools import TRANSFERS, read_cache_params
@@ -33,6 +34,7 @@ from kvferry.linker.streams import Fence, fence_of_caller
 log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 30.0
+_MHA = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 
 
 class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -104,10 +106,10 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
             raise
         self._loads = Loads(self.linker)
         self._offloads = Offloads(self.linker, ranks, self._pools.replicated)
-        self.layer_done_counter = LayerDoneCounter(
-            layout.num_layers, self._loads, config.wait_timeout_s
-        )
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        self.layer_done_counter = LayerDoneCounter(
+            layout.num_layers, self._loads, config.wait_timeout_s, by_layer=_asks_by_layer(kvcache)
+        )
         self.pools = {PoolName(TRANSFERS[space]): kvcache for space in layout.spaces}
         if "state" in layout.spaces:  # SGLang registers it with the other pools alone
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
@@ -267,6 +269,16 @@ def _identity(server_args: Any, params: Any, ranks: Ranks, adapter: Any) -> Any:
         kv_dtype=f"{told('kv_cache_dtype')}:{getattr(kvcache, 'dtype', '')}",
         draft=draft if drafts else "",
     )
+
+
+def _asks_by_layer(kvcache: Any) -> bool:
+    """Whether all that read a pool in a forward pass ask for the layer first.
+
+    They do not where attention reads NVFP4: `MHATokenToKVPool.get_raw_kv_buffer` and what fills its
+    workspace wait for nothing, since no linker of SGLang's own serves such pools. Inside a
+    `HybridLinearKVPool` they wait.
+    """
+    return not (qualified_name(kvcache) == _MHA and kvcache.is_quantized_kv_cache)
 
 
 def _check_components(components: Any, spaces: Sequence[str]) -> None:

@@ -131,21 +131,37 @@ class LayerDoneCounter:
 
     Registered once, before graphs are captured, and the same object ever after.
 
+    Most pools ask for a layer before they hand it out. Some of SGLang's readers take the tensors as
+    they are: for those pools every layer must be there before the forward pass begins.
+
     Attributes:
         num_layers: of this pipeline stage, up to the last one with a buffer.
         consumer_index: the batch whose layers the forward pass that begins now reads; -1: none.
     """
 
-    def __init__(self, num_layers: int, loads: Loads, timeout_s: float) -> None:
+    def __init__(
+        self, num_layers: int, loads: Loads, timeout_s: float, *, by_layer: bool = True
+    ) -> None:
+        """Make the counter of a pipeline stage.
+
+        Args:
+            num_layers: see above.
+            loads: whose layers they are.
+            timeout_s: longest wait for one layer.
+            by_layer: whether every reader of the pools asks for its layer.
+        """
         self.num_layers = num_layers
+        self._by_layer = by_layer
         self.consumer_index = -1
         self._loads = loads
         self._timeout_s = timeout_s
         self._reached: tuple[int, int, int] = (-1, -1, 0)  # batch, layer, stream
 
     def set_consumer(self, index: int) -> None:
-        """Say which batch the next forward pass reads; -1 for none."""
+        """Say which batch the next forward pass reads; -1 for none. On that pass's stream."""
         self.consumer_index = index
+        if not self._by_layer:
+            self.wait_until(self.num_layers - 1)
 
     def wait_until(self, threshold: int) -> None:
         """Hold the forward pass until a layer may be read: its thread, or its stream.

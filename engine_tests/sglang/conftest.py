@@ -1,14 +1,19 @@
 """Loads the real SGLang on a CPU, before any test imports it."""
 
+import faulthandler
+import itertools
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"  # some of SGLang's pools are written by Triton kernels
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling how FP4 is read takes longer than all tests
+os.environ["HF_HUB_OFFLINE"] = "1"  # there is no model, and nobody is to look for one
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import standins  # noqa: E402
@@ -16,11 +21,73 @@ import standins  # noqa: E402
 standins.install()
 warnings.filterwarnings("ignore", module="sglang")
 
+from sglang.srt.arg_groups import overrides  # noqa: E402
+from sglang.srt.mem_cache.cpp_utils import native_hash  # noqa: E402
 from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
+
+from kvferry.linker.master import LocalMaster  # noqa: E402
+from kvferry.linker.owner import LocalOwner  # noqa: E402
+
+if TYPE_CHECKING:
+    from tree import Engine
+
+native_hash._load_native_hash_module = lambda: standins.PageHash
+TEST_LIMIT_S = 120.0
+_names = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def _sglang_context() -> Iterator[None]:
+def _sglang_context(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The configuration that some pools ask for while they are made."""
+    monkeypatch.setattr(overrides, "mamba_cache_chunk_size", lambda _: 64)  # a model would say it
     with get_context().override_server_args(), get_parallel().override(attn_dcp_size=1):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _limit() -> Iterator[None]:
+    """Ends the run with the stacks of all threads where a test hangs."""
+    faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session")
+def master_address() -> Iterator[str]:
+    """A master with one owner's memory, for all tests; they keep apart by namespace."""
+    with LocalMaster() as master, LocalOwner(master.address, 256 << 20):
+        yield master.address
+
+
+@pytest.fixture
+def make(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., "Engine"]]:
+    """Makes engines by the name of their pools, closed after the test; all in one namespace."""
+    from kinds import KINDS
+    from tree import Engine
+
+    engines = []
+    namespace = f"test-{next(_names)}"
+
+    def make(
+        name: str = "mha",
+        core: str = "python",
+        *,
+        master: str | None = None,
+        settings: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Engine:
+        if name == "hnd":
+            monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+        extra = {
+            "master_server_address": master or request.getfixturevalue("master_address"),
+            "namespace": namespace,
+            **(settings or {}),
+        }
+        engines.append(Engine(KINDS[name](), core, extra, **more))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
