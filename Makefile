@@ -9,7 +9,7 @@ READY_VLLM := .venv-vllm/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-faults test-deep mutants soak test-newest test-engines test-sglang-pools test-vllm-pools check doctor bench-host bench-transport bench-layers bench-overlap inspect inspect-newest bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
+.PHONY: help demo test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm-pools check doctor bench-host bench-transport bench-layers bench-overlap inspect inspect-newest bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -38,9 +38,9 @@ soak: $(READY) ## saves, loads, cancels and faults for MINUTES=10, every byte ch
 test-newest: $(READY_NEWEST) ## the kernels' tests with the newest Triton, in an environment of its own
 	KVFERRY_HYPOTHESIS=few .venv-newest/bin/python -m pytest $(NEWEST_TESTS)
 
-test-engines: test-sglang-pools test-vllm-pools ## tests against the real engines, on a CPU
+test-engines: test-sglang test-vllm-pools ## tests against the real engines, on a CPU
 
-test-sglang-pools: $(READY_SGLANG) ## layouts of SGLang's own pools, in an environment of its own
+test-sglang: $(READY_SGLANG) ## SGLang's own pools, and its prefix tree through a real Mooncake master
 	.venv-sglang/bin/python -m pytest engine_tests/sglang
 
 test-vllm-pools: $(READY_VLLM) ## layouts of vLLM's own caches, in an environment of its own
