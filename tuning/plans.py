@@ -159,7 +159,7 @@ SHORT = replace(
 )
 CPU = Plan(
     "cpu",
-    class_bytes=(32768, 8192),
+    class_bytes=(16384, 8192),
     budgets=(0, 2),
     layouts={TILES: ("tiny pages",), UNITS: ("tiny rows",)},
     sizes={TILES: (4096, 8192), UNITS: (256, 512)},
