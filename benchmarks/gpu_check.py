@@ -56,6 +56,7 @@ PARTS = (
     Part("graph", 30),
     Part("baseline", 40),
     Part("dispatch", 20),
+    Part("bulk", 45),
     Part("sweep", 180),
 )
 """In the order of what one wants to know first, should the time not suffice."""

@@ -3,8 +3,10 @@
 import gpu_matrix
 import pytest
 import torch
+from gpu_cases import CASES, Case
 
 from kvferry.kernels.handles import Launch
+from kvferry.kernels.pack import Packer
 
 
 @pytest.mark.interpreter
@@ -41,3 +43,20 @@ def test_the_matrix_finds_a_wrong_byte(wrong: str, monkeypatch: pytest.MonkeyPat
     first = next(case for case in gpu_matrix.cases(False) if case.way and case.way.with_sums)
     with pytest.raises(AssertionError, match=wrong):
         gpu_matrix.run_case(first, torch.device("cpu"))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_timed_has_moved_right_before(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Launch.start
+    device = torch.device("cpu")
+    loaded = case.load(device)
+    assert loaded.num_bytes == len(loaded.sources) * loaded.layout.object_bytes["full"]
+
+    def spoiled(launch: Launch, device: torch.device) -> None:
+        start(launch, device)
+        loaded.objects[loaded.stride_bytes + 100] ^= 1
+
+    monkeypatch.setattr(Launch, "start", spoiled)
+    with pytest.raises(AssertionError, match=f"{case.name}: the objects of pages"):
+        loaded.check_bytes(Packer(loaded.layout, "full"))
