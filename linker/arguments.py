@@ -23,6 +23,8 @@ def check_keys(keys: Sequence[str], **lists: Sequence[int]) -> None:
 
 def check_sizes(keys: Sequence[str], sizes: Sequence[int]) -> None:
     """Raise ArgumentError unless all sizes are in 1 .. 2**31 - 1."""
+    if not sizes or (min(sizes) > 0 and max(sizes) <= MAX_OBJECT_BYTES):
+        return
     for key, size in zip(keys, sizes, strict=True):
         if not 0 < size <= MAX_OBJECT_BYTES:
             raise ArgumentError(
@@ -32,6 +34,10 @@ def check_sizes(keys: Sequence[str], sizes: Sequence[int]) -> None:
 
 def split(sizes: Sequence[int], max_bytes: int, max_objects: int) -> Iterator[slice]:
     """Cut a list into runs of at most `max_bytes` and `max_objects`; at least one entry each."""
+    if sum(sizes) <= max_bytes:
+        for first in range(0, len(sizes), max_objects):
+            yield slice(first, min(first + max_objects, len(sizes)))
+        return
     first = 0
     num_bytes = 0
     for index, size in enumerate(sizes):

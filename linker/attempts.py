@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from kvferry.linker.store import ObjectResult, Outcome
+from kvferry.linker.store import FETCHED, STORED, ObjectResult, Outcome, all_are
 
 RETRY_DELAY_S = 0.05
 """Before the one retry: a full store evicts in the background, every 10 ms."""
@@ -49,6 +49,8 @@ class Attempts:
             again: outcomes that another try may better.
         """
         results = self._once(call, keys, *columns)
+        if not again or _all_well(results):
+            return results
         failed = [index for index, result in enumerate(results) if result.outcome in again]
         if failed and self.drain_s == 0:
             time.sleep(RETRY_DELAY_S)
@@ -65,13 +67,19 @@ class Attempts:
         failed = True
         try:
             results = call(keys, *columns)
-            failed = any(result.outcome is Outcome.FAILED for result in results)
+            failed = not _all_well(results) and any(
+                result.outcome is Outcome.FAILED for result in results
+            )
         finally:
             taken_s = time.perf_counter() - begin_s
             self.wire_us += taken_s * 1e6
             if failed and taken_s > SLOW_CALL_S:
                 self.drain_s = DRAIN_S
         return results
+
+
+def _all_well(results: Sequence[ObjectResult]) -> bool:
+    return bool(results) and results[0] in (FETCHED, STORED) and all_are(results, results[0])
 
 
 def chosen_of(column: Sequence[ItemT], indices: Sequence[int]) -> list[ItemT]:

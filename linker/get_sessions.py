@@ -13,12 +13,11 @@ from kvferry.linker.arguments import check_keys, check_sizes, split
 from kvferry.linker.calls import Calls
 from kvferry.linker.gate import Gate
 from kvferry.linker.patience import UNTRIED
-from kvferry.linker.store import ObjectResult, Outcome
+from kvferry.linker.store import FETCHED, ObjectResult, Outcome, all_are
 
 _DRAIN_TIMEOUT_S = 90.0  # longer than Mooncake's own bound on a transfer, 60 s
 _NEVER_S = float("-inf")
 
-_FETCHED = ObjectResult(Outcome.FETCHED)
 _EXPIRED = ObjectResult(Outcome.LEASE_EXPIRED, codes.code_name(codes.LEASE_EXPIRED))
 
 
@@ -42,6 +41,12 @@ class GetBook:
         # Held over the calls too: an end that overtakes a start would end the newcomer's entry.
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
+        self._num_losses = 0
+
+    @property
+    def num_losses(self) -> int:
+        """Grows when a key that was held is not any more; what was fresh before may not be so."""
+        return self._num_losses
 
     @property
     def num_open(self) -> int:
@@ -60,9 +65,10 @@ class GetBook:
                 self._end_unheld(list(results))
                 raise
             for key, result in results.items():
-                if result.outcome is Outcome.FETCHED:
+                if result is FETCHED:
                     self._held[key].num_holders += 1
-            self._end_unheld(list(results))
+            if not all_are([*results.values()], FETCHED):
+                self._end_unheld(list(results))
             return results
 
     def fresh(self, keys: Sequence[str]) -> tuple[dict[str, ObjectResult], float]:
@@ -94,6 +100,7 @@ class GetBook:
     def dropped(self, key: str) -> None:
         """Note that Mooncake has let go of a key, so that the next read leases it anew."""
         with self._lock:
+            self._num_losses += 1
             if key in self._held:
                 self._held[key].leased_s = _NEVER_S
 
@@ -110,6 +117,7 @@ class GetBook:
         with self._lock:
             keys = sorted(self._held)
             self._held.clear()
+            self._num_losses += 1
         return keys
 
     def _lease(self, keys: Sequence[str]) -> dict[str, ObjectResult]:
@@ -117,12 +125,15 @@ class GetBook:
         leased_s = time.monotonic()  # before the master's own clock starts
         results: dict[str, ObjectResult] = {}
         for key, code in zip(keys, self.calls.get_start(keys), strict=True):
-            held = self._held.setdefault(key, _Held())
+            held = self._held.get(key)
+            if held is None:
+                held = self._held[key] = _Held()
             if code == 0:
                 held.leased_s, held.num_outages = leased_s, num_outages
-                results[key] = _FETCHED
+                results[key] = FETCHED
             else:
                 held.leased_s = _NEVER_S
+                self._num_losses += held.num_holders > 0
                 results[key] = codes.failure(code)
         return results
 
@@ -141,10 +152,11 @@ class MooncakeGetSession:
         """Lease the objects; errors as `Store.get_session`."""
         check_keys(keys)
         self._book = book
+        # Before the start: what is lost or ends while it goes on must count.
+        self._num_losses, self._num_outages = book.num_losses, book.calls.num_outages
+        self._leased_s = time.monotonic()
         self._started = book.start(keys)
-        self._open = {
-            key for key, result in self._started.items() if result.outcome is Outcome.FETCHED
-        }
+        self._open = {key for key, result in self._started.items() if result is FETCHED}
         self._reads = Gate(lambda: StoreError("the get session was closed"))
         self._ending = threading.Lock()
 
@@ -170,11 +182,12 @@ class MooncakeGetSession:
         """
         check_keys(keys, addresses=addresses, sizes=sizes, offsets=offsets)
         check_sizes(keys, sizes)
-        for key, offset in zip(keys, offsets, strict=True):
-            if key not in self._open:
-                raise ArgumentError(f"key {key!r} is not open in this get session")
-            if offset < 0:
-                raise ArgumentError(f"key {key!r}: offset is {offset}, wanted 0 or more")
+        if not self._open.issuperset(keys) or min(offsets, default=0) < 0:
+            for key, offset in zip(keys, offsets, strict=True):
+                if key not in self._open:
+                    raise ArgumentError(f"key {key!r} is not open in this get session")
+                if offset < 0:
+                    raise ArgumentError(f"key {key!r}: offset is {offset}, wanted 0 or more")
         self._book.calls.check_addresses(keys, addresses, sizes)
         results: list[ObjectResult] = []
         with self._reads:
@@ -217,30 +230,46 @@ class MooncakeGetSession:
         offsets: Sequence[int],
     ) -> list[ObjectResult]:
         num_outages = self._book.calls.num_outages
-        failed, leased_s = self._book.fresh(keys)
-        ready = [index for index, key in enumerate(keys) if key not in failed]
-        answers = self._book.calls.get_read(
-            [keys[index] for index in ready],
-            [addresses[index] for index in ready],
-            [sizes[index] for index in ready],
-            [offsets[index] for index in ready],
-        )
-        in_time = (
+        failed, leased_s = self._fresh(keys)
+        asked = keys
+        if failed:
+            ready = [index for index, key in enumerate(keys) if key not in failed]
+            keys = [keys[index] for index in ready]
+            addresses, sizes, offsets = (
+                [column[index] for index in ready] for column in (addresses, sizes, offsets)
+            )
+        answers = self._book.calls.get_read(keys, addresses, sizes, offsets)
+        in_time = self._is_in_time(leased_s, num_outages)
+        if in_time and not failed and answers == list(sizes):
+            return [FETCHED] * len(keys)
+        results = dict(failed)
+        for key, answer, size, offset in zip(keys, answers, sizes, offsets, strict=True):
+            results[key] = self._read_result(key, answer, size, offset, in_time)
+        return [results[key] for key in asked]
+
+    def _fresh(self, keys: Sequence[str]) -> tuple[dict[str, ObjectResult], float]:
+        """Return as `GetBook.fresh`, without a look at each key while nothing has changed."""
+        book = self._book
+        if (
+            time.monotonic() < self._leased_s + book.lease_ttl_s / 2
+            and book.num_losses == self._num_losses
+            and book.calls.num_outages == self._num_outages
+        ):
+            return {}, self._leased_s
+        return book.fresh(keys)
+
+    def _is_in_time(self, leased_s: float, num_outages: int) -> bool:
+        """Whether bytes that came now came within the lease."""
+        return (
             time.monotonic() - leased_s < self._book.lease_ttl_s
             and self._book.calls.num_outages == num_outages
         )
-        results = dict(failed)
-        for index, answer in zip(ready, answers, strict=True):
-            results[keys[index]] = self._read_result(
-                keys[index], answer, sizes[index], offsets[index], in_time
-            )
-        return [results[key] for key in keys]
 
     def _read_result(
         self, key: str, answer: int, size: int, offset: int, in_time: bool
     ) -> ObjectResult:
         if answer == size:
-            return _FETCHED if in_time else _EXPIRED
+            return FETCHED if in_time else _EXPIRED
         if answer >= 0:
             return ObjectResult(Outcome.WRONG_SIZE)
         self._book.dropped(key)

@@ -5,11 +5,8 @@ from collections.abc import Sequence
 
 from kvferry.linker import codes
 from kvferry.linker.calls import Calls
-from kvferry.linker.store import ObjectResult, Outcome
+from kvferry.linker.store import EXISTS, FETCHED, STORED, ObjectResult, Outcome
 
-_STORED = ObjectResult(Outcome.STORED)
-_EXISTS = ObjectResult(Outcome.EXISTS)
-_FETCHED = ObjectResult(Outcome.FETCHED)
 _WRONG_SIZE = ObjectResult(Outcome.WRONG_SIZE)
 _EXPIRED = ObjectResult(Outcome.LEASE_EXPIRED, codes.code_name(codes.LEASE_EXPIRED))
 
@@ -36,12 +33,12 @@ def put_objects(
         if code in (0, codes.OBJECT_ALREADY_EXISTS)
     ]
     readable = calls.exists([keys[index] for index in accepted])
-    results = [_EXISTS] * len(keys)
+    results = [EXISTS] * len(keys)
     for index, code in zip(writing, answers, strict=True):
         if code != 0:
             results[index] = codes.failure(code)
     for index, is_readable in zip(accepted, readable, strict=True):
-        results[index] = _STORED if is_readable else _unreadable(calls, keys[index])
+        results[index] = STORED if is_readable else _unreadable(calls, keys[index])
     return results
 
 
@@ -66,14 +63,14 @@ def _unreadable(calls: Calls, key: str) -> ObjectResult:
     """Why a key that was accepted can't be read: another's write goes on, or it is gone again."""
     size = calls.size_of(key)
     if size >= 0:
-        return _STORED  # the other writer ended just now
+        return STORED  # the other writer ended just now
     outcome = Outcome.PENDING if size == codes.REPLICA_IS_NOT_READY else Outcome.FAILED
     return ObjectResult(outcome, codes.code_name(size))
 
 
 def _get_result(calls: Calls, key: str, size: int, answer: int, in_time: bool) -> ObjectResult:
     if answer == size:
-        return _FETCHED if in_time else _EXPIRED
+        return FETCHED if in_time else _EXPIRED
     if answer >= 0:
         return _WRONG_SIZE
     # Mooncake says «invalid» for an object longer than its memory here, among other things.

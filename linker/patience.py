@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from kvferry.linker import codes
-from kvferry.linker.store import ObjectResult, Outcome
+from kvferry.linker.store import FETCHED, ObjectResult, Outcome, all_are
 
 RANGES_PER_CALL = 8
 """Calls of 64 ranges move no more bytes a second over TCP, within 20 %."""
@@ -41,7 +41,7 @@ class Patience:
             results: of its ranges.
             taken_s: how long it took.
         """
-        failed = UNTRIED in results
+        failed = not all_are(results, FETCHED) and UNTRIED in results
         lost = failed and taken_s > SLOW_S
         with self._lock:
             self._suspects = lost or (self._suspects and failed)

@@ -12,11 +12,10 @@ from kvferry.linker.coverage import Coverage
 from kvferry.linker.gate import Gate
 from kvferry.linker.patience import UNTRIED
 from kvferry.linker.put_book import PutBook
-from kvferry.linker.store import ObjectResult, Outcome
+from kvferry.linker.store import STORED, ObjectResult, Outcome
 
 _DRAIN_TIMEOUT_S = 90.0  # longer than Mooncake's own bound on a transfer, 60 s
 
-_STORED = ObjectResult(Outcome.STORED)
 _TOO_OLD = ObjectResult(Outcome.FAILED, "SESSION_TOO_OLD")
 _LOST = ObjectResult(Outcome.FAILED, "SESSION_LOST")
 _INCOMPLETE = ObjectResult(Outcome.FAILED, "INCOMPLETE")
@@ -188,7 +187,7 @@ class MooncakePutSession:
             self._book.abandon(self._coverage)
             raise
         finals.update(
-            (key, _STORED if code == 0 else codes.failure(code)) for key, code in answers.items()
+            (key, STORED if code == 0 else codes.failure(code)) for key, code in answers.items()
         )
         failed = [key for key, result in finals.items() if result.outcome is not Outcome.STORED]
         self._book.revoke(failed)
@@ -197,5 +196,5 @@ class MooncakePutSession:
 
 def _write_result(answer: int, size: int) -> ObjectResult:
     if answer == size:
-        return _STORED
+        return STORED
     return codes.failure(answer) if answer < 0 else ObjectResult(Outcome.FAILED, "SHORT_WRITE")

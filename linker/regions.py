@@ -2,6 +2,7 @@
 
 import threading
 from bisect import bisect_right
+from collections.abc import Sequence
 
 from kvferry.errors import ArgumentError
 
@@ -54,6 +55,14 @@ class RegisteredRanges:
     def begins_at(self, address: int) -> bool:
         """Whether a registered range begins at `address`."""
         return address in self._table[0]
+
+    def hold(self, addresses: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Whether one registered range surely holds all of the bytes; False may be wrong."""
+        if not addresses:
+            return True
+        starts, ends = self._table
+        index = bisect_right(starts, min(addresses)) - 1
+        return index >= 0 and max(addresses) + max(sizes) <= ends[index]
 
     def check(self, key: str, address: int, num_bytes: int) -> None:
         """Raise ArgumentError unless one registered range holds all of the bytes."""

@@ -35,6 +35,20 @@ class ObjectResult:
     code_name: str = ""
 
 
+STORED = ObjectResult(Outcome.STORED)
+EXISTS = ObjectResult(Outcome.EXISTS)
+FETCHED = ObjectResult(Outcome.FETCHED)
+
+
+def all_are(results: Sequence[ObjectResult], wanted: ObjectResult) -> bool:
+    """Whether every result is `wanted`.
+
+    Stores hand out the three above, and lists compare identities first: so that transfers of which
+    nothing failed, nearly all, cost nothing for each object here.
+    """
+    return list(results) == [wanted] * len(results)
+
+
 class PutSession(Protocol):
     """Objects that are written in ranges and become readable all at once, or never.
 
@@ -156,6 +170,15 @@ class Store(Protocol):
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[ObjectResult]:
         """Delete objects; per key STORED (done), MISSING or FAILED (leased, unless `force`)."""
+        ...
+
+    def remove_under(self, prefix: str, *, force: bool = False) -> int:
+        """Delete all objects whose keys begin with `prefix`; return how many were.
+
+        Raises:
+            StoreUnavailable, StoreClosed: it could not be asked.
+            StoreError: it refused.
+        """
         ...
 
     def put_session(self, keys: Sequence[str], sizes: Sequence[int]) -> PutSession:
