@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 
+from kvferry.kernels.bulk import bulk_launches, takes_bulk
 from kvferry.kernels.handles import Launch
 from kvferry.kernels.tables import Move, Tables
 from kvferry.kernels.tiles import tile_launches
@@ -14,7 +15,8 @@ _MAX_SHAPES = 4096
 def launches_of(tables: Tables, move: Move, config: LaunchConfig) -> Iterator[Launch]:
     """Yield the launches: of the page kernel, then of the short-run kernel, width by width."""
     if tables.tiles is not None:
-        yield from tile_launches(tables.tiles, move, config)
+        long_runs = bulk_launches if takes_bulk(move, config) else tile_launches
+        yield from long_runs(tables.tiles, move, config)
     for table in tables.units:
         yield from unit_launches(table, move, config)
 
@@ -58,7 +60,7 @@ def _shape(move: Move, object_align_bytes: int) -> Hashable:
 
 
 def _shifted(launch: Launch, ids: int, objects: int, sums: int) -> Launch:
-    """Return a launch for memory elsewhere: both kernels begin with the same five arguments."""
+    """Return a launch for memory elsewhere: all kernels begin with the same five arguments."""
     kernel, grid, old, constants, num_warps = launch
     arguments = (old[0], old[1] + ids, old[2] + objects, old[3], old[4] + sums, *old[5:])
     return Launch(kernel, grid, arguments, constants, num_warps)

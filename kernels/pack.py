@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.errors import ArgumentError
+from kvferry.kernels.bulk import check_device
 from kvferry.kernels.checksum import layer_sums_reference
 from kvferry.kernels.device import KEEP_TAIL, PACK, UNPACK, WHOLE, ZERO_TAIL
 from kvferry.kernels.handles import Launch, is_interpreted
@@ -67,7 +68,8 @@ class Packer:
 
         Raises:
             ArgumentError: the layout is not bound, or has no such space; `max_programs` is out of
-                range, or given beside a `config`.
+                range, or given beside a `config`; bulk copies are asked for, and the pools' device
+                has none.
         """
         if layout.device is None:
             raise ArgumentError("layout is not bound to tensors: call layout.bind(tensors) first")
@@ -82,6 +84,8 @@ class Packer:
                 "of the two"
             )
         self.max_programs = (config or LaunchConfig(max_programs=max_programs)).max_programs
+        if config is not None and config.form == "bulk":
+            check_device(self.device)
         self._config = config
         self._tuned = for_torch_device(self.device) if config is None else None
         self._objects_of = objects_of or layout

@@ -102,6 +102,27 @@ MUTANTS = (
         "tests/test_cache_hints.py",
     ),
     Mutant(
+        "a stage of the ring is asked for another phase",
+        "kernels/bulk.py",
+        "loaded // STAGES % 2",
+        "loaded % 2",
+        "tests/test_bulk.py",
+    ),
+    Mutant(
+        "a program ends when its bulk stores have been read, not when they have arrived",
+        "kernels/bulk.py",
+        "cp.async.bulk.wait_group 0;",
+        "cp.async.bulk.wait_group.read 0;",
+        "tests/test_bulk.py",
+    ),
+    Mutant(
+        "bulk copies take moves with tails",
+        "kernels/bulk.py",
+        "and move.tail == WHOLE",
+        "and move.tail >= WHOLE",
+        "tests/test_bulk.py",
+    ),
+    Mutant(
         "an id outside the pools is not stopped",
         "kernels/tiles.py",
         "inside = (page_id >= 0) & (page_id < num_pool_pages)",

@@ -11,6 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvferry.kernels.bulk import _move_bulk_kernel, num_stages
 from kvferry.kernels.device import KEEP_TAIL, PACK, SUM_ONLY, UNPACK, WHOLE, ZERO_TAIL
 from kvferry.kernels.signals import _signal_kernel, _wait_kernel
 from kvferry.kernels.tiles import _move_tiles_kernel
@@ -101,6 +102,14 @@ def hinted_variants() -> Iterator[Variant]:
         for variant in variants(replace(DEFAULT_LAUNCH, cache=hint)):
             if variant.name in plain:
                 yield replace(variant, name=f"{variant.name}+{hint}")
+
+
+def bulk_variants() -> Iterator[Variant]:
+    """Yield the moves by bulk copies, for tiles that leave the ring 5 and 2 stages."""
+    ways = (("pack", PACK), ("unpack", UNPACK))
+    for tile_bytes, (way, kind) in itertools.product((8192, 16384), ways):
+        constants = {"TILE_BYTES": tile_bytes, "MOVE": kind, "STAGES": num_stages(tile_bytes)}
+        yield Variant(f"{way}_bulk_id4_{tile_bytes}", _move_bulk_kernel, constants, 1, 0, 16)
 
 
 def _form(variant: Variant) -> tuple[int, int, str]:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from kvferry.tuning.inspection import Inspected
@@ -90,7 +91,9 @@ def faults(row: Inspected, thresholds: Sequence[Threshold]) -> list[str]:
         found.append(
             f"{where}: in_flight_bytes is {_text(row.in_flight_bytes)}, {of} at least {least}"
         )
-    return found + [f"{where}: {fault}" for fault in (*order_faults(row), *hint_faults(row))]
+    return found + [
+        f"{where}: {fault}" for fault in order_faults(row) + hint_faults(row) + bulk_faults(row)
+    ]
 
 
 def order_faults(row: Inspected) -> list[str]:
@@ -139,6 +142,27 @@ def hint_faults(row: Inspected) -> list[str]:
                 f"for cache {row.cache!r}"
             )
     return found
+
+
+def bulk_faults(row: Inspected) -> list[str]:
+    """Return what is wrong with bulk copies: they go both ways, and a program ends behind them."""
+    if "_bulk_" not in row.name:
+        return [f"bulk copies are {row.bulk}, wanted none"] if row.bulk else []
+    code = [name.split(".TRANS64")[0] for name in row.bulk]
+    # Each step, and the one right before it.
+    steps = set(pairwise(name for name in code if name not in ("DEPBAR.LE", "CCTL.IVALL")))
+    into = {before for before, name in steps if name == "UBLKCP.S.G"}
+    out_of = {before for before, name in steps if name == "UBLKCP.G.S"}
+    if into != {"SYNCS.ARRIVE"} or out_of != {"SYNCS.PHASECHK"}:
+        return [f"order is {code}, wanted a barrier told of each load, and asked before each store"]
+    if {name for before, name in steps if before == "UBLKCP.G.S"} != {"UTMACMDFLUSH"}:
+        return [f"order is {code}, wanted each store committed"]
+    # Of the waits for stores only that for their end drops what the cache held, not that for their
+    # being read.
+    last = code.index("EXIT")
+    if code.count("EXIT") > 1 or code[last - 2 : last] != ["DEPBAR.LE", "CCTL.IVALL"]:
+        return [f"order is {code}, wanted a wait for all that is stored before the exit"]
+    return []
 
 
 def _numbers(version: str) -> tuple[int, int]:

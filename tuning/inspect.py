@@ -15,6 +15,7 @@ import triton
 
 from kvferry.tuning.compiled import (
     Variant,
+    bulk_variants,
     hinted_variants,
     signal_variants,
     tuned_variants,
@@ -24,6 +25,9 @@ from kvferry.tuning.functions import load_function, parse_constants
 from kvferry.tuning.gate import faults, load_thresholds
 from kvferry.tuning.inspection import TARGETS, Inspected, inspect
 
+BULK_TARGETS = ("sm_90", "sm_100", "sm_120")
+"""Those of the targets that have bulk copies."""
+
 _SHORT = 12
 
 
@@ -31,6 +35,8 @@ def variants_for(target: str) -> Iterator[Variant]:
     """Yield every variant in use on a target: those that move pages, and those that signal."""
     yield from variants()
     yield from hinted_variants()
+    if target in BULK_TARGETS:
+        yield from bulk_variants()
     yield from tuned_variants()
     yield from signal_variants(asm=not target.startswith("gfx"))
 

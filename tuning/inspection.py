@@ -12,6 +12,8 @@ from kvferry.tuning.sass import NoInstructionsError, Sass, read_sass
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 _WARP_THREADS_AMD = 64
+_SYSTEM_SHARED_FROM = 90  # compute capability 9.0
+_SYSTEM_SHARED_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Inspected:
         ordering: barriers, fences, atomic operations, stores and strong loads, in order.
         cache: the hint that the payload's accesses should carry, of `launch.CACHE_HINTS`.
         evict_first_loads, evict_first_stores: as `loads` and `stores`, those that carry it.
+        bulk: bulk copies and what waits for them, in order.
         unread: why there are no instructions, if there are none.
     """
 
@@ -60,6 +63,7 @@ class Inspected:
     cache: str = "none"
     evict_first_loads: dict[int, int] = field(default_factory=dict)
     evict_first_stores: dict[int, int] = field(default_factory=dict)
+    bulk: tuple[str, ...] = ()
     unread: str = ""
 
 
@@ -85,6 +89,9 @@ def _inspect_cuda(variant: Variant, target: str) -> Inspected:
         sass = read_sass(compiled.asm["cubin"])
     except NoInstructionsError as error:
         return _unread(variant, target, shared_bytes, str(error))
+    if arch >= _SYSTEM_SHARED_FROM:
+        # Not all kernels are said to have the system's part.
+        shared_bytes += max(0, sass.static_shared_bytes - _SYSTEM_SHARED_BYTES)
     programs = occupied = in_flight = None
     with contextlib.suppress(ValueError):  # a GPU whose limits are not known
         programs = programs_per_multiprocessor(
@@ -117,6 +124,7 @@ def _inspect_cuda(variant: Variant, target: str) -> Inspected:
         variant.cache,
         sass.evict_first_loads,
         sass.evict_first_stores,
+        sass.bulk,
     )
 
 

@@ -11,8 +11,9 @@ import triton
 
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)")
-_REGISTERS = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+_REGISTERS = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _ORDERING = re.compile(r"BAR|MEMBAR|RED|ATOM|STG|ST\.|CCTL|LDG\..*STRONG")
+_BULK = re.compile(r"UBLKCP|UTMACMDFLUSH|DEPBAR|SYNCS\.(PHASECHK|ARRIVE)|CCTL|EXIT")
 _TOOL_LIMIT_S = 60
 
 
@@ -33,6 +34,9 @@ class Sass:
         first_loads: those of the loads that come before the first store or atomic operation.
         ordering: barriers, fences, atomic operations, stores and strong loads, in order.
         evict_first_loads, evict_first_stores: those that ask the caches to drop their lines first.
+        static_shared_bytes: of shared memory that the code declares; from sm_90 on, mostly with
+            1 KiB of the system's own.
+        bulk: bulk copies and what waits for them, in order; none if there are no copies.
     """
 
     instructions: int
@@ -45,6 +49,8 @@ class Sass:
     ordering: tuple[str, ...] = ()
     evict_first_loads: dict[int, int] = field(default_factory=dict)
     evict_first_stores: dict[int, int] = field(default_factory=dict)
+    static_shared_bytes: int = 0
+    bulk: tuple[str, ...] = ()
 
 
 def read_sass(cubin: bytes) -> Sass:
@@ -63,7 +69,7 @@ def read_sass(cubin: bytes) -> Sass:
         raise NoInstructionsError(
             "cuobjdump printed no instructions: its version knows not this GPU"
         )
-    registers, stack, local = (int(number) for number in usage.groups())
+    registers, stack, shared, local = (int(number) for number in usage.groups())
     evict_first = [name for name in names if ".EF" in name]
     writes = (at for at, name in enumerate(names) if name.startswith(("STG", "RED", "ATOM")))
     return Sass(
@@ -77,6 +83,8 @@ def read_sass(cubin: bytes) -> Sass:
         tuple(name for name in names if _ORDERING.match(name)),
         _widths("LDG", evict_first),
         _widths("STG", evict_first),
+        shared,
+        tuple(filter(_BULK.match, names)) if any("UBLKCP" in name for name in names) else (),
     )
 
 

@@ -16,6 +16,13 @@ what is read goes first. What was written is read again soon, a packed object by
 engine, an unpacked page by attention, and from L2 if it is still there.
 """
 
+FORMS = ("auto", "bulk")
+"""`auto`: the page kernel. `bulk`: bulk copies where they can do it, see `kernels.bulk`; no GPU has
+run them yet."""
+
+BULK_TILE_BYTES = 16384
+"""A bulk copy's tile, at most: one must be loaded while another is stored, both within 48 KiB."""
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -36,6 +43,7 @@ class LaunchConfig:
             model that runs beside it. Programs then go on from tile to tile. 0 sets no bound: each
             tile has a program of its own, which is the quickest when nothing else runs.
         cache: one of `CACHE_HINTS`. Bytes are the same with each.
+        form: one of `FORMS`; `bulk` is for few programs, and needs a bound on them.
     """
 
     tile_bytes: int = 16384
@@ -45,6 +53,7 @@ class LaunchConfig:
     page_run_bytes: int = 4096
     max_programs: int = 0
     cache: str = "none"
+    form: str = "auto"
 
     def __post_init__(self) -> None:
         for name, least in (("tile_bytes", 1024), ("units_per_program", 32)):
@@ -63,6 +72,21 @@ class LaunchConfig:
             )
         if self.cache not in CACHE_HINTS:
             raise ArgumentError(f"cache is {self.cache!r}, wanted one of {CACHE_HINTS}")
+        if self.form not in FORMS:
+            raise ArgumentError(f"form is {self.form!r}, wanted one of {FORMS}")
+        if self.form == "bulk":
+            self._check_bulk()
+
+    def _check_bulk(self) -> None:
+        if not self.max_programs:
+            raise ArgumentError("form is 'bulk' and max_programs is 0, wanted a bound")
+        if self.tile_bytes > BULK_TILE_BYTES:
+            raise ArgumentError(
+                f"form is 'bulk' and tile_bytes is {self.tile_bytes}, wanted at most "
+                f"{BULK_TILE_BYTES}"
+            )
+        if self.cache != "none":
+            raise ArgumentError(f"form is 'bulk' and cache is {self.cache!r}, wanted 'none'")
 
     def programs_for(self, num_tiles: int) -> int:
         """Return how many programs a launch of so many tiles has."""

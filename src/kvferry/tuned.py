@@ -237,7 +237,7 @@ def _class(entry: "_Reader", is_measured: bool) -> TunedClass:
     unknown = sorted(set(config.plain) - set(CONFIG_KEYS))
     if unknown:
         raise ArgumentError(f"{config.where} has {unknown}, wanted {CONFIG_KEYS} alone")
-    numbers = {key: config.integer(key, 1) for key in _NUMBERS}
+    numbers: dict[str, Any] = {key: config.integer(key, 1) for key in _NUMBERS}
     cache = config.one_of("cache", CACHE_HINTS) if "cache" in config.plain else CACHE_HINTS[0]
     try:
         found = LaunchConfig(**numbers, max_programs=max_programs, cache=cache)
