@@ -299,7 +299,8 @@ def test_machine_code_copies_both_ways_and_waits_for_the_end(tmp_path: Path) -> 
     path = tmp_path / "rows.json"
     compiled = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "kvferry.tuning", "inspect", "--only", "bulk_id4_8192", "--json", str(path)],
+        [sys.executable, "-m", "kvferry.tuning", "inspect", "--only", "bulk_id4_8192",
+         "--json", str(path)],
         env=compiled, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
