@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
-# Makes VENV with a real engine's package, to test against on a CPU: scripts/setup_engine.sh ENGINE VENV
+# Makes VENV with a real engine's package, on a CPU: scripts/setup_engine.sh ENGINE VENV [MORE]
 #
-# ENGINE is a folder of engine_tests/. Its requirements.txt is installed as it stands, then the
-# engine of its engine.txt without dependencies, then this checkout. PYTHON chooses the Python.
+# ENGINE is a folder of engine_tests/. Its requirements.txt is installed as it stands, then without
+# dependencies the engine of its engine.txt, what the file MORE lists, and this checkout. PYTHON
+# chooses the Python.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 1; }
 
-engine=${1:?usage: scripts/setup_engine.sh ENGINE VENV}
-venv=${2:?usage: scripts/setup_engine.sh ENGINE VENV}
+engine=${1:?usage: scripts/setup_engine.sh ENGINE VENV [MORE]}
+venv=${2:?usage: scripts/setup_engine.sh ENGINE VENV [MORE]}
+more=${3:-}
 folder=engine_tests/$engine
 [ -f "$folder/engine.txt" ] || fail "no $folder/engine.txt; engines are: $(cd engine_tests && ls -d */)"
+[ -z "$more" ] || [ -f "$more" ] || fail "no file $more, wanted a list of requirements"
 ready=$venv/.kvferry-ready # exists only while the environment is whole; make looks at its time
 made_here=$venv/.kvferry-made-here
 
@@ -54,5 +57,5 @@ fi
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 say "$venv: $("$python" --version), $(cat "$folder/engine.txt")"
 "${pip[@]}" "setuptools>=77" "${wanted[@]}"
-"${pip[@]}" --no-deps -r "$folder/engine.txt" -e .
+"${pip[@]}" --no-deps -r "$folder/engine.txt" ${more:+-r "$more"} -e .
 mv "$venv/.kvferry-started" "$ready"
