@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parent.parent
 COMPILED = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
@@ -91,6 +92,25 @@ def test_machine_code_has_the_hints(inspected: tuple[str, dict[str, Any]], hint:
         amd = rows[f"{plain}+{hint}", "gfx942"]
         assert amd["evict_first_loads"] == {}  # Triton drops the hint
         assert amd["evict_first_stores"] == (amd["stores"] if hint == "stream" else {})
+
+
+def test_wider_accesses_keep_no_more_in_flight(tmp_path: Path) -> None:
+    # Why there are none; see docs/inspection.md.
+    found = {}
+    for width in (16, 32):
+        path = tmp_path / f"{width}.json"
+        function = ROOT / f"benchmarks/wide_copy.py:copy_by_{width}"
+        command = [sys.executable, "-m", "kvferry.tuning", "inspect", "--target", "sm_100",
+                   "--function", str(function), "--signature", "i64,i64,i32",
+                   "--constants", "BYTES=16384", "--payload-bytes", "16384",
+                   "--access-bytes", str(width), "--json", str(path)]  # fmt: skip
+        subprocess.run(command, env=COMPILED, check=True, capture_output=True, timeout=300)
+        (found[width],) = json.loads(path.read_text())["rows"]
+        assert found[width]["payload_share"] == 1
+        assert found[width]["spills"] == 0
+    narrow, wide = found[16], found[32]
+    assert 1 < narrow["instructions_per_16_bytes"] - wide["instructions_per_16_bytes"] < 3
+    assert narrow["in_flight_bytes"] <= wide["in_flight_bytes"] <= 1.2 * narrow["in_flight_bytes"]
 
 
 HERE = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
