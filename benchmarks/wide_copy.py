@@ -1,7 +1,7 @@
 """Copies of one tile by accesses of 16 and of 32 bytes: is the wider one worth inline assembly?
 
-For `python -m kvferry.tuning inspect --function`; the answer is in `docs/inspection.md`. Triton's own
-loads and stores are of 16 bytes at most; 32 exist from sm_100 on.
+For `python -m kvferry.tuning inspect --function`; the answer is in `docs/inspection.md`. Triton's
+own loads and stores are of 16 bytes at most; 32 exist from sm_100 on.
 """
 
 import triton
