@@ -1,5 +1,6 @@
 """Every call to a Mooncake client passes here: gated, and its return codes looked at once."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +49,8 @@ class Calls:
         self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> None:
         """Raise ArgumentError unless all ranges are registered memory."""
+        if self.ranges.hold(addresses, sizes):
+            return
         for key, address, size in zip(keys, addresses, sizes, strict=True):
             self.ranges.check(key, address, size)
 
@@ -65,9 +68,8 @@ class Calls:
         if not keys:
             return []
         answers = self._many("batch_is_exist", keys)
-        for answer in answers:
-            if answer < 0:
-                raise self._outage(answer)
+        if min(answers) < 0:
+            raise self._outage(next(answer for answer in answers if answer < 0))
         return [answer == 1 for answer in answers]
 
     def size_of(self, key: str) -> int:
@@ -90,6 +92,15 @@ class Calls:
     def remove(self, keys: Sequence[str], force: bool) -> list[int]:
         """Delete objects."""
         return self._many("batch_remove", keys, force)
+
+    def remove_under(self, prefix: str, force: bool) -> int:
+        """Delete all objects whose keys begin so; return how many, or a negative code."""
+        with self.gate:
+            self.breaker.check()
+            count = int(self.client.remove_by_regex("^" + re.escape(prefix), force))
+        if count in codes.OUTAGE_CODES:
+            raise self._outage(count, "remove_by_regex")
+        return count
 
     def put_start(self, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
         """Reserve objects."""
@@ -149,9 +160,10 @@ class Calls:
                 f"{name} answered {len(answers)} codes for {len(keys)} keys: Mooncake's client is "
                 "not set up, or was closed behind this store's back"
             )
-        for code in answers:
-            if code < 0 and code in codes.OUTAGE_CODES:
-                raise self._outage(code, f"{name} after {time.monotonic() - begin_s:.1f} s")
+        if min(answers) < 0:
+            for code in answers:
+                if code in codes.OUTAGE_CODES:
+                    raise self._outage(code, f"{name} after {time.monotonic() - begin_s:.1f} s")
         return answers
 
     def _outage(self, code: int, where: str = "") -> StoreUnavailable:
@@ -162,4 +174,10 @@ class Calls:
 
 
 def _nested(*lists: Sequence[int]) -> list[list[list[int]]]:
-    return [[[value] for value in values] for values in lists]
+    """Return each value in a list of its own; equal ones share it, for it is only read."""
+    return [
+        [[values[0]]] * len(values)
+        if values and values.count(values[0]) == len(values)
+        else [[value] for value in values]
+        for values in lists
+    ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import StoreClosed, StoreError, StoreUnavailable
+from kvferry.errors import ArgumentError, StoreClosed, StoreError, StoreUnavailable
 from kvferry.linker import codes
 from kvferry.linker.arguments import check_keys, check_sizes, split
 from kvferry.linker.calls import Calls
@@ -18,14 +18,12 @@ from kvferry.linker.mooncake_config import MooncakeConfig
 from kvferry.linker.objects import get_objects, put_objects
 from kvferry.linker.put_book import PutBook
 from kvferry.linker.put_sessions import MooncakePutSession
-from kvferry.linker.store import ObjectResult, Outcome, Store
+from kvferry.linker.store import STORED, ObjectResult, Store
 
 __all__ = ["MooncakeConfig", "MooncakeStore"]
 
 _CONNECT_TIMEOUT_S = 2.0
 _PROBE_KEY = "kvferry/probe"
-
-_STORED = ObjectResult(Outcome.STORED)
 
 
 class MooncakeStore:
@@ -151,8 +149,17 @@ class MooncakeStore:
         results: list[ObjectResult] = []
         for first in range(0, len(keys), step):
             answers = self._calls.remove(keys[first : first + step], force)
-            results += [_STORED if code == 0 else codes.failure(code) for code in answers]
+            results += [STORED if code == 0 else codes.failure(code) for code in answers]
         return results
+
+    def remove_under(self, prefix: str, *, force: bool = False) -> int:
+        """Delete all objects whose keys begin with `prefix`; return how many were."""
+        if not prefix:
+            raise ArgumentError("prefix is empty, wanted the beginning of some keys")
+        count = self._calls.remove_under(prefix, force)
+        if count < 0:
+            raise _refused(f"removing what begins with {prefix!r}", count)
+        return count
 
     def put_session(self, keys: Sequence[str], sizes: Sequence[int]) -> MooncakePutSession:
         """Open objects for writing in ranges; a key open in another session here is PENDING."""

@@ -196,6 +196,19 @@ def _read_group(
     return VllmGroup(group_id, space, layout, layer_ids, replicated)
 
 
+def space_of_group(group_id: int, group: Any) -> str:
+    """Return the index space of a group's layers, without their tensors.
+
+    Raises:
+        LayoutError: a kind of layer that is not described, or several in one group.
+    """
+    names = list(required(group, "layer_names")) or ["?"]  # none on this pipeline stage
+    spaces = {_space(group_id, name, spec) for name, spec in _specs(group, names).items()}
+    if len(spaces) != 1:
+        raise LayoutError(f"group {group_id}: its layers are {sorted(spaces)}, wanted one kind")
+    return spaces.pop()
+
+
 def _specs(group: Any, names: Sequence[str]) -> dict[str, Any]:
     """Each layer's own spec; groups of one kind of layers in several sizes keep one per layer."""
     spec = required(group, "kv_cache_spec")
@@ -219,7 +232,8 @@ def _space(group_id: int, name: str, spec: Any) -> str:
 def _window_tokens(spec: Any) -> int:
     if _SPACE_OF_SPEC[qualified_name(spec)] != "swa":
         return 0
-    return max(1, int(required(spec, "num_retained_tokens")))
+    # As `num_retained_tokens`, which vLLM has from 0.33 on: the last token needs no more before it.
+    return max(1, required(spec, "sliding_window") - 1 + required(spec, "extra_retained_tokens"))
 
 
 def _is_replicated(spec: Any) -> bool:

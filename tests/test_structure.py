@@ -25,7 +25,7 @@ MAY_IMPORT = {
 RESERVED = {
     "mooncake": ("linker/mooncake.py",),
     "sglang": ("linker/sglang.py",),
-    "vllm": ("linker/vllm",),
+    "vllm": ("linker/vllm.py",),
     "triton": ("kernels/", "tuning/"),
 }
 

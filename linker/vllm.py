@@ -1,0 +1,462 @@
+"""vLLM's KV connector: the contract of 0.32 and 0.33, for every cache that kvferry can describe.
+
+vLLM loads this by `{"kv_connector": "KVFerryConnector", "kv_connector_module_path":
+"kvferry.linker.vllm", "kv_role": "kv_both"}`. It is the only file that imports vLLM. One instance
+plans, in the scheduler; one in each worker moves bytes; what they say to each other is plain data.
+It is a cache: what fails is computed again, and nothing is ever owed to anybody.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tp_group,
+    model_parallel_is_initialized,
+)
+from vllm.v1.core.kv_cache_utils import get_block_hash, resolve_kv_cache_block_sizes
+
+from kvferry.errors import ArgumentError, KVFerryError
+from kvferry.identity import ModelIdentity
+from kvferry.linker.mooncake import MooncakeStore
+from kvferry.linker.mooncake_config import MooncakeConfig
+from kvferry.linker.staging import StagingBuffer
+from kvferry.linker.vllm_groups import Group, GroupKeys, Prefixes, read_groups
+from kvferry.linker.vllm_jobs import LoadsEnded, StepJobs
+from kvferry.linker.vllm_pools import read_vllm_pools
+from kvferry.linker.vllm_scheduler import SchedulerSide
+from kvferry.linker.vllm_settings import ConnectorConfig, read_connector_config, read_settings
+from kvferry.linker.vllm_stats import COUNTERS, in_words, since, together, totals
+from kvferry.linker.vllm_worker import CLOSE_LIMIT_S, WorkerSide
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to its workers, each step."""
+
+    jobs: StepJobs
+
+
+@dataclass
+class KVFerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From a worker to the scheduler, once: by group, what its object keys are made of."""
+
+    keys: dict[int, GroupKeys]
+
+
+@dataclass
+class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers to the scheduler: ended saves, counted, and loads that failed in a step."""
+
+    saves: Counter[int]
+    loads: LoadsEnded
+
+    def aggregate(self, other: "KVFerryWorkerMetadata") -> "KVFerryWorkerMetadata":
+        """Return both together."""
+        return KVFerryWorkerMetadata(
+            self.saves + other.saves,
+            LoadsEnded(
+                self.loads.ended | other.loads.ended, self.loads.failed | other.loads.failed
+            ),
+        )
+
+
+@dataclass
+class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
+    """Counters since the last time; see `vllm_stats`."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "KVFerryStats":
+        """Add another's counters."""
+        self.data = together(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what vLLM's log tells."""
+        return in_words(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same counters for Prometheus, through vLLM's own endpoint."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self.make_per_engine(
+                self._counter_cls(name=metric, documentation=text, labelnames=labelnames)
+            )
+            for name, (metric, text) in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Count."""
+        for name, value in transfer_stats_data.items():
+            if name in self._counters and value > 0:
+                self._counters[name][engine_idx].inc(value)
+
+
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Keeps vLLM's prefix cache in Mooncake Store, as packed pages."""
+
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, **others: Any
+    ) -> None:
+        """Connect to Mooncake; on a worker the rest waits for `register_kv_caches`.
+
+        Raises:
+            ArgumentError: a setting is wrong, or prefix caching is off.
+            LayoutError: a kind of cache that is not described.
+            StoreError: Mooncake cannot be reached.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        if others:
+            log.warning("arguments %s are unknown here and not used", sorted(others))
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._settings = read_settings(extra)
+        self._config = kv_cache_config
+        self._parallel = vllm_config.parallel_config
+        groups = read_groups(kv_cache_config, self._parallel.decode_context_parallel_size)
+        self._by_layer = self._settings.connector.loads == "layerwise"
+        if self._by_layer and len(kv_cache_config.kv_cache_groups) > 1:
+            raise ArgumentError(
+                "loads is 'layerwise', but the model has "
+                f"{len(kv_cache_config.kv_cache_groups)} cache groups, for which vLLM cannot take "
+                "back a step whose load failed; wanted 'async'"
+            )
+        if not vllm_config.cache_config.enable_prefix_caching:
+            raise ArgumentError(
+                "enable_prefix_caching is False, wanted True: pages are kept under its hashes"
+            )
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._caches: dict[str, torch.Tensor] = {}
+        self._counted: dict[str, float] = {}
+        self._ended = LoadsEnded()
+        self._is_closed = False
+        self._store = MooncakeStore(self._store_config(role))
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler(vllm_config, groups)
+
+    # ---- what vLLM asks of the class ----
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not saved is computed again."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Only where transfers go layer by layer, by calls that a full graph leaves out."""
+        return read_connector_config(extra_config).by_layer
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
+        """Return counters from their plain form."""
+        return KVFerryStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVFerryPromMetrics:
+        """Return the counters for Prometheus."""
+        return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---- the scheduler ----
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVFerryHandshake]
+    ) -> None:
+        """Take what the object keys of all workers are made of; only then is anything found."""
+        self._plan.prefixes.learn([metadata[rank].keys for rank in sorted(metadata)])
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVFerryHandshake]) -> None:
+        """As above, where there are no pipeline stages."""
+        self._plan.prefixes.learn([metadata[rank].keys for rank in sorted(metadata)])
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Take vLLM's block tables and its pool of blocks."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._plan.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens could be loaded, and whether between steps."""
+        found = self._plan.matched_tokens(request, num_computed_tokens)
+        return found, bool(found) and not self._by_layer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plan a request's load."""
+        self._plan.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
+        """Return the step's loads and saves."""
+        state = getattr(scheduler_output, "kv_connector_block_state", None)
+        return KVFerryMetadata(
+            self._plan.step(
+                scheduler_output.num_scheduled_tokens,
+                scheduler_output.preempted_req_ids or (),
+                {} if state is None else state.boundary_state_offloads,
+            )
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take what the workers say has ended."""
+        self._plan.loads_ended(
+            connector_output.finished_recving or (), connector_output.failed_recving or set()
+        )
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, KVFerryWorkerMetadata):
+            self._plan.saves_ended(told.saves)
+            self._plan.loads_ended(told.loads.ended, told.loads.failed)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; vLLM may free its blocks."""
+        self._plan.finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; vLLM may free its blocks."""
+        return self.request_finished(request, [])
+
+    def has_pending_push_work(self) -> bool:
+        """Whether steps must go on for saves to come to their end."""
+        return self._plan.num_saves_in_flight > 0
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks come free once saves end."""
+        return self._plan.num_saves_in_flight > 0
+
+    def reset_cache(self) -> bool | None:
+        """Take all of this engine's objects out of the store, and forget what was there."""
+        if self._scheduler is None:
+            return None
+        return self._scheduler.reset()
+
+    # ---- the workers ----
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Describe the caches, allocate staging, register it, start the threads."""
+        self._caches = dict(kv_caches)
+        self.restore_kv_caches()
+
+    def unregister_kv_caches(self) -> None:
+        """End all transfers and threads, before the caches go to sleep. Idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def restore_kv_caches(self) -> None:
+        """Describe the caches again, once they are awake. Idempotent."""
+        if self._worker is not None:
+            return
+        ranks = _ranks(self._parallel)
+        first, _ = self._vllm_config.model_config.get_layers_start_end_indices(self._parallel)
+        pools = read_vllm_pools(
+            self._config,
+            self._caches,
+            first_layer=first,
+            identity=_identity(self._vllm_config, self._settings.connector, ranks),
+        )
+        connector = self._settings.connector
+        self._worker = WorkerSide(
+            pools,
+            self._store,
+            self._settings.linker,
+            lambda num_bytes, device: StagingBuffer(
+                num_bytes, device=device, memory=connector.staging_memory
+            ),
+            connector.staging_bytes,
+            loads_by_layer=self._by_layer,
+            saves_by_layer=connector.saves == "layerwise",
+        )
+        self._counted = {}
+        for group in pools.groups:
+            log.info(
+                "kvferry serves cache group %d: %s, %d layers, %d tokens and %d bytes a page",
+                group.group_id, group.space, len(group.layer_ids), group.layout.page_size,
+                group.layout.object_bytes[group.space],
+            )  # fmt: skip
+
+    def get_handshake_metadata(self) -> KVFerryHandshake | None:
+        """Return what the scheduler needs to know of this worker's keys."""
+        return None if self._worker is None else KVFerryHandshake(self._worker.group_keys())
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the step's jobs, before its forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_layer_saves(self._jobs)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the step's loads, behind what the current stream has been given."""
+        if self._worker is not None and self.has_connector_metadata():
+            self._worker.begin_loads(self._jobs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Hold the step until a layer's pages may be read."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Say that a layer's pages are written, for saves that go by layer."""
+        if self._worker is not None:
+            self._worker.layer_written(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Begin the step's save behind its forward pass; called more than once, it begins once."""
+        if self._worker is not None and self.has_connector_metadata():
+            self._worker.begin_saves(self._jobs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the loads between steps that have ended, and those of them that failed."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        ended = self._worker.take_ended_loads()
+        if self._by_layer:  # within a step: vLLM does not wait for their names
+            self._ended = ended
+            return KVConnectorTransferResults()
+        return KVConnectorTransferResults(finished_recving=ended.ended, failed_recving=ended.failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that a load within this step could not fill."""
+        return self._ended.failed_blocks
+
+    def build_connector_worker_meta(self) -> KVFerryWorkerMetadata | None:
+        """Return what has ended, for the scheduler's side."""
+        if self._worker is None:
+            return None
+        loads, self._ended = self._ended, LoadsEnded()
+        saves = self._worker.take_ended_saves()
+        if not saves and not loads.ended:
+            return None
+        return KVFerryWorkerMetadata(saves, LoadsEnded(loads.ended, loads.failed))
+
+    def get_kv_connector_stats(self) -> KVFerryStats | None:
+        """Return the counters since the last call."""
+        if self._worker is None:
+            return None
+        now = totals(linker.stats for linker in self._worker.linkers.values())
+        changed, self._counted = since(now, self._counted), now
+        return KVFerryStats(data=changed) if changed else None
+
+    def shutdown(self) -> None:
+        """End all transfers and threads, and leave Mooncake. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self.unregister_kv_caches()
+            self._store.close(CLOSE_LIMIT_S)
+        except KVFerryError as error:
+            log.error("shutdown: %s", error)
+
+    @property
+    def _plan(self) -> SchedulerSide:
+        assert self._scheduler is not None, "called on a worker, wanted the scheduler's connector"
+        return self._scheduler
+
+    @property
+    def _jobs(self) -> StepJobs:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVFerryMetadata)
+        return metadata.jobs
+
+    def _store_config(self, role: KVConnectorRole) -> MooncakeConfig:
+        """Return the client's settings; the scheduler's client asks and lends no memory."""
+        if role == KVConnectorRole.SCHEDULER:
+            return replace(self._settings.mooncake, segment_bytes=0)
+        return self._settings.mooncake
+
+    def _make_scheduler(self, vllm_config: Any, groups: Sequence[Group]) -> SchedulerSide:
+        _, hash_tokens = resolve_kv_cache_block_sizes(self._config, vllm_config)
+        speculative = vllm_config.speculative_config
+        drop_last = getattr(speculative, "use_eagle_block_drop", lambda: False)
+        specs = [self._config.kv_cache_groups[group.group_id].kv_cache_spec for group in groups]
+        settings = self._settings
+        return SchedulerSide(
+            Prefixes(groups, hash_tokens, drop_last=drop_last()),
+            self._store,
+            num_workers=self._parallel.world_size,
+            by_boundary=[
+                group.group_id
+                for group, spec in zip(groups, specs, strict=True)
+                if getattr(spec, "mamba_cache_mode", "") == "align"
+            ],
+            lookup_ttl_s=settings.linker.lookup_ttl_s,
+            miss_ttl_s=settings.linker.miss_ttl_s,
+            min_load_tokens=settings.connector.min_load_tokens,
+            max_held_share=settings.connector.max_held_share,
+            hash_of=lambda block: (
+                None if block.block_hash is None else get_block_hash(block.block_hash)
+            ),
+        )
+
+
+def _ranks(parallel: Any) -> dict[str, tuple[int, int]]:
+    """Return (rank, size) of each kind of parallelism that splits a model's cache."""
+    tp = pp = (0, 1)
+    if model_parallel_is_initialized():
+        tp, pp = (
+            (group.rank_in_group, group.world_size) for group in (get_tp_group(), get_pp_group())
+        )
+    dcp_size = parallel.decode_context_parallel_size
+    return {"tp": tp, "pp": pp, "dcp": (tp[0] % dcp_size, dcp_size)}
+
+
+def _identity(
+    vllm_config: Any, connector: ConnectorConfig, ranks: Mapping[str, tuple[int, int]]
+) -> ModelIdentity:
+    """Return who writes these bytes: model, revision, dtype and draft as vLLM was told."""
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    return ModelIdentity(
+        model=connector.model or str(model.model),
+        revision=connector.revision or str(model.revision or ""),
+        kv_dtype=f"{vllm_config.cache_config.cache_dtype}:{model.dtype}",
+        draft="" if speculative is None else f"{speculative.method}:{speculative.model}",
+        **ranks,
+    )

@@ -1,0 +1,71 @@
+"""What vLLM's scheduler and its workers tell each other about loads and saves: plain data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class GroupPages:
+    """Pages of one group.
+
+    Attributes:
+        keys: page keys, each once.
+        block_ids: of the group's block table, one for each key.
+    """
+
+    keys: list[str]
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """A request's load.
+
+    Attributes:
+        request_id: whose.
+        pages: by group.
+    """
+
+    request_id: str
+    pages: Mapping[int, GroupPages]
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """A step's save: pages that hold their content once the step's forward pass has run.
+
+    Attributes:
+        number: by which its end is reported; never used twice.
+        pages: by group.
+    """
+
+    number: int
+    pages: Mapping[int, GroupPages]
+
+
+@dataclass
+class StepJobs:
+    """All that a step brings.
+
+    Attributes:
+        loads: begun this step.
+        save: begun this step.
+    """
+
+    loads: list[LoadJob] = field(default_factory=list)
+    save: SaveJob | None = None
+
+
+@dataclass
+class LoadsEnded:
+    """Loads that have ended.
+
+    Attributes:
+        ended: request ids.
+        failed: those of them that failed.
+        failed_blocks: what they were to fill.
+    """
+
+    ended: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)

@@ -1,0 +1,312 @@
+"""The scheduler's side of vLLM's connector: what could be loaded, what is loaded, what is saved.
+
+It holds no tensors and moves no bytes. Blocks that a save reads are held by a reference of their
+own in vLLM's block pool, so that neither the end of their request, nor preemption, nor a window
+that has moved on gives them to another before the save has ended.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.errors import KVFerryError
+from kvferry.linker.lookup import ExistenceCache
+from kvferry.linker.store import Store
+from kvferry.linker.vllm_groups import Group, Prefixes
+from kvferry.linker.vllm_jobs import GroupPages, LoadJob, SaveJob, StepJobs
+from kvferry.linker.vllm_pools import NULL_BLOCK_ID
+
+log = logging.getLogger(__name__)
+
+LOOK_BACK_BLOCKS = 64
+"""Blocks that had no hash yet are looked at again for so long: vLLM hashes some a step or two late,
+and others, that it will not keep, never."""
+
+
+@dataclass
+class _Known:
+    """A request that vLLM has not finished.
+
+    Attributes:
+        request: vLLM's own; its hashes grow.
+        num_seen: by group, leading blocks that need no further look.
+        load: in flight.
+    """
+
+    request: Any
+    num_seen: Counter[int] = field(default_factory=Counter)
+    load: LoadJob | None = None
+
+
+class SchedulerSide:
+    """One engine's plan of transfers. For the scheduler's thread alone.
+
+    Attributes:
+        prefixes: which prefixes can be restored.
+        num_skipped: blocks that were not saved, since saves in flight held too many already.
+    """
+
+    def __init__(
+        self,
+        prefixes: Prefixes,
+        store: Store,
+        *,
+        num_workers: int,
+        by_boundary: Collection[int],
+        lookup_ttl_s: float,
+        miss_ttl_s: float,
+        min_load_tokens: int,
+        max_held_share: float,
+        hash_of: Callable[[Any], bytes | None],
+    ) -> None:
+        """Begin without any request.
+
+        Args:
+            prefixes: which prefixes can be restored.
+            store: asked whether objects exist.
+            num_workers: that must have ended a save before its blocks are free.
+            by_boundary: groups whose blocks vLLM hands over one by one, as their place in a
+                request's block table says nothing.
+            lookup_ttl_s: how long an answer of the store is remembered.
+            miss_ttl_s: how long what failed to load counts as missing.
+            min_load_tokens: shorter hits are computed instead.
+            max_held_share: of all blocks, what saves in flight may hold.
+            hash_of: the hash that one of vLLM's blocks is kept under; None if under none.
+        """
+        self.num_skipped = 0
+        self.prefixes = prefixes
+        self._store = store
+        self._num_workers = num_workers
+        self._by_boundary = frozenset(by_boundary)
+        self._ttls = (lookup_ttl_s, miss_ttl_s)
+        self._existence = ExistenceCache(*self._ttls)
+        self._min_load_tokens = min_load_tokens
+        self._max_held_share = max_held_share
+        self._hash_of = hash_of
+        self._known: dict[str, _Known] = {}
+        self._computed: dict[str, int] = {}  # what a lookup was told to be there already
+        self._loads: list[LoadJob] = []
+        self._pool: Any = None
+        self._table_of: Callable[[str], Sequence[Sequence[int]]] | None = None
+        self._num_saves = 0
+        self._held: dict[int, list[Any]] = {}
+        self._num_held_blocks = 0
+        self._ended: Counter[int] = Counter()
+
+    def bind(self, pool: Any, table_of: Callable[[str], Sequence[Sequence[int]]]) -> None:
+        """Take vLLM's block pool, and what returns a request's block table by group."""
+        self._pool, self._table_of = pool, table_of
+
+    @property
+    def num_saves_in_flight(self) -> int:
+        """Saves that have not ended on all workers."""
+        return len(self._held)
+
+    # ---- loads ----
+
+    def matched_tokens(self, request: Any, num_computed: int) -> int:
+        """Return how many tokens behind `num_computed` could be loaded now.
+
+        May be asked again and again; that changes nothing.
+        """
+        self._computed[request.request_id] = num_computed
+        if getattr(request, "skip_reading_prefix_cache", False) or not self.prefixes.is_ready:
+            return 0
+        if num_computed % self.prefixes.align_tokens:
+            return 0  # a load begins and ends with whole blocks of every group
+        # The last token is computed in any case: its logits are wanted.
+        asked = self.prefixes.questions(request.block_hashes, num_computed, request.num_tokens - 1)
+        if not asked.keys:
+            return 0
+        try:
+            exists = self._existence.ask(self._store, asked.keys)
+        except KVFerryError as error:
+            log.debug("lookup of %s: %s", request.request_id, error)
+            return 0
+        found = asked.longest(exists) - num_computed
+        return found if found >= max(1, self._min_load_tokens) else 0
+
+    def allocated(self, request: Any, table: Sequence[Sequence[int]], num_external: int) -> None:
+        """Note a request; plan its load if there are external tokens.
+
+        Args:
+            request: vLLM's.
+            table: its block table, by group.
+            num_external: tokens to be loaded, behind those that a lookup was told to be there.
+        """
+        known = self._known.setdefault(request.request_id, _Known(request))
+        known.request = request
+        first = self._computed.pop(request.request_id, 0)
+        if not num_external:
+            return
+        end = first + num_external
+        pages = {}
+        for group in self.prefixes.groups:
+            found = self._pages_to_load(group, request, table[group.group_id], first, end)
+            if found.keys:
+                pages[group.group_id] = found
+            known.num_seen[group.group_id] = end // group.block_tokens
+        known.load = LoadJob(request.request_id, pages)
+        self._loads.append(known.load)
+
+    def _pages_to_load(
+        self, group: Group, request: Any, table: Sequence[int], first: int, end: int
+    ) -> GroupPages:
+        """Return the pages of a group that a prefix of `end` tokens lacks behind `first`."""
+        last = end // group.block_tokens
+        start = first // group.block_tokens
+        window = 1 if group.space == "state" else self.prefixes.window_pages(group)
+        if group.space != "full" and window is not None:
+            start = max(start, last - window)
+        keys = group.page_keys(request.block_hashes, self.prefixes.hash_tokens, last)
+        wanted = [at for at in range(start, min(last, len(table))) if table[at] != NULL_BLOCK_ID]
+        return GroupPages([keys[at] for at in wanted], [table[at] for at in wanted])
+
+    # ---- steps ----
+
+    def step(
+        self,
+        num_scheduled: Mapping[str, int],
+        preempted: Iterable[str],
+        boundaries: Mapping[str, Sequence[tuple[int, int, int]]],
+    ) -> StepJobs:
+        """Return what this step's workers are to load and save.
+
+        Args:
+            num_scheduled: request id to the tokens that this step computes.
+            preempted: requests that have lost their blocks.
+            boundaries: request id to `(group, block, tokens)`: blocks that hold the state behind so
+                many tokens.
+        """
+        gone = set(preempted)
+        for request_id in gone & self._known.keys():
+            self._known[request_id].num_seen.clear()
+        loads, self._loads = self._loads, []
+        chosen: dict[int, dict[str, Any]] = {}  # group, page key, block
+        if self._pool is not None and self._table_of is not None:
+            for request_id, num_tokens in num_scheduled.items():
+                known = self._known.get(request_id)
+                if known is not None and request_id not in gone:
+                    self._choose(known, self._table_of(request_id), num_tokens, chosen)
+            for request_id, offers in boundaries.items():
+                known = self._known.get(request_id)
+                if known is not None and request_id not in gone:
+                    self._choose_states(known.request, offers, chosen)
+        return StepJobs(loads, self._save_of(chosen))
+
+    def _choose(
+        self,
+        known: _Known,
+        table: Sequence[Sequence[int]],
+        num_tokens: int,
+        chosen: dict[int, dict[str, Any]],
+    ) -> None:
+        """Choose the blocks of a request that will be whole once this step has run."""
+        request = known.request
+        num_ready = min(request.num_computed_tokens + num_tokens, request.num_tokens)
+        hash_tokens = self.prefixes.hash_tokens
+        for group in self.prefixes.groups:
+            if group.group_id in self._by_boundary:
+                continue
+            ids, per_block = table[group.group_id], group.block_tokens // hash_tokens
+            end = min(len(ids), num_ready // group.block_tokens)
+            end = min(end, len(request.block_hashes) // per_block)
+            for at in range(known.num_seen[group.group_id], end):
+                block = self._pool.blocks[ids[at]]
+                wanted = request.block_hashes[(at + 1) * per_block - 1]
+                # Blocks out of the window are the null block; some hashes are of parts of a block.
+                if ids[at] == NULL_BLOCK_ID or self._hash_of(block) != wanted:
+                    continue
+                chosen.setdefault(group.group_id, {}).setdefault(wanted.hex(), block)
+                known.num_seen[group.group_id] = at + 1
+            known.num_seen[group.group_id] = max(
+                known.num_seen[group.group_id], end - LOOK_BACK_BLOCKS
+            )
+
+    def _choose_states(
+        self,
+        request: Any,
+        offers: Sequence[tuple[int, int, int]],
+        chosen: dict[int, dict[str, Any]],
+    ) -> None:
+        sizes = {group.group_id: group.block_tokens for group in self.prefixes.groups}
+        for group_id, block_id, num_tokens in offers:
+            at = num_tokens // self.prefixes.hash_tokens - 1
+            if num_tokens % sizes.get(group_id, num_tokens + 1) or at >= len(request.block_hashes):
+                continue  # inside a block: no page of its own
+            block, wanted = self._pool.blocks[block_id], request.block_hashes[at]
+            if block_id != NULL_BLOCK_ID and self._hash_of(block) == wanted:
+                chosen.setdefault(group_id, {}).setdefault(wanted.hex(), block)
+
+    def _save_of(self, chosen: Mapping[int, Mapping[str, Any]]) -> SaveJob | None:
+        """Make a save of blocks, and hold them; None if there are none, or too many are held."""
+        blocks = [block for group in chosen.values() for block in group.values()]
+        if not blocks:
+            return None
+        if self._num_held_blocks + len(blocks) > self._max_held_share * len(self._pool.blocks):
+            self.num_skipped += len(blocks)
+            log.debug("%d blocks not saved: %d are held", len(blocks), self._num_held_blocks)
+            return None
+        self._pool.touch(blocks)
+        self._num_saves += 1
+        self._held[self._num_saves] = blocks
+        self._num_held_blocks += len(blocks)
+        pages = {
+            group_id: GroupPages(list(group), [block.block_id for block in group.values()])
+            for group_id, group in chosen.items()
+        }
+        return SaveJob(self._num_saves, pages)
+
+    # ---- what came of it ----
+
+    def saves_ended(self, ended: Mapping[int, int]) -> None:
+        """Free the blocks of saves that no worker reads any more; `ended` counts workers."""
+        self._ended.update(ended)
+        for number in [n for n, count in self._ended.items() if count >= self._num_workers]:
+            del self._ended[number]
+            blocks = self._held.pop(number, [])
+            self._num_held_blocks -= len(blocks)
+            self._pool.free_blocks(reversed(blocks))  # the end of a prefix is evicted first
+
+    def loads_ended(self, ended: Iterable[str], failed: Collection[str]) -> None:
+        """Note loads that have ended; what failed counts as missing for a while."""
+        for request_id in {*ended, *failed}:
+            known = self._known.get(request_id)
+            if known is None or known.load is None:
+                continue
+            load, known.load = known.load, None
+            if request_id not in failed:
+                continue
+            known.num_seen.clear()
+            for group in self.prefixes.groups:
+                if group.group_id in load.pages:
+                    pages = load.pages[group.group_id].keys
+                    for keys in self.prefixes.object_keys(group, pages):
+                        self._existence.mark_failed(keys)
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request; its blocks stay held where a save reads them."""
+        self._known.pop(request_id, None)
+        self._computed.pop(request_id, None)
+
+    def reset(self) -> bool:
+        """Delete this model's objects from the store, on all ranks, and forget what was there.
+
+        Returns:
+            False if they could not be deleted, or saves in flight would bring some back.
+        """
+        if self._held:
+            log.warning("reset refused: %d saves are in flight", len(self._held))
+            return False
+        try:
+            removed = sum(
+                self._store.remove_under(prefix, force=True) for prefix in self.prefixes.stems()
+            )
+        except KVFerryError as error:
+            log.error("reset failed: %s", error)
+            return False
+        self._existence = ExistenceCache(*self._ttls)
+        log.info("reset: %d objects deleted", removed)
+        return True
