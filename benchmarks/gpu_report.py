@@ -130,8 +130,12 @@ def verdict(results: Mapping[str, Mapping[str, Any]]) -> str:
     missing = sum(judge(bar) == "skipped" for each in results.values() for bar in each["bars"])
     skipped = sum(result["state"] == "skipped" for result in results.values())
     if missing or skipped:
-        return f"PASS, but {missing} bars not measured and {skipped} parts skipped"
+        return f"PASS, but {_count(missing, 'bar')} not measured, {_count(skipped, 'part')} skipped"
     return "PASS"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _tables(rows: Sequence[dict[str, Any]]) -> list[str]:
