@@ -21,6 +21,7 @@ from kvferry.linker.layer_saver import LayerSaver
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.mover import Mover
 from kvferry.linker.seal import Seal
+from kvferry.linker.shared_reads import SharedReads
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Store
 from kvferry.linker.streams import Lane
@@ -55,6 +56,7 @@ class Crew:
         keys: KeyScheme,
         config: LinkerConfig,
         trace: Trace | None,
+        sharing: SharedReads | None = None,
     ) -> None:
         """Start the threads; on a GPU this waits for the device, once. `staging` is registered."""
         assert layout.device is not None
@@ -75,9 +77,13 @@ class Crew:
             kind=config.wait,
             timeout_s=config.wait_timeout_s,
         )
+        num_loading = config.wire_threads if sharing is None else 1  # in an order that ranks share
         self._wires = [
-            Wire(f"kvferry-{kind}-wire", config.wire_threads, lane.adopt_device)
-            for kind, lane in (("save", save_lane), ("load", load_lane))
+            Wire(f"kvferry-{kind}-wire", num_threads, lane.adopt_device)
+            for kind, num_threads, lane in (
+                ("save", config.wire_threads, save_lane),
+                ("load", num_loading, load_lane),
+            )
         ]
 
         def means(lane: Lane) -> dict[str, Any]:
@@ -95,7 +101,10 @@ class Crew:
 
         saver = LayerSaver(**means(save_lane), wire=self._wires[0])
         loader = LayerLoader(
-            **means(load_lane), wire=self._wires[1], fetch_ahead=config.fetch_ahead
+            **means(load_lane),
+            wire=self._wires[1],
+            fetch_ahead=config.fetch_ahead,
+            sharing=sharing,
         )
         self._whole: dict[str, Worker[Transfer]] = {}
         for kind in ("save", "load"):

@@ -51,6 +51,7 @@ class LayerLoad:
         behind: the point in the forward's stream that pages may be touched after.
         step: of the counters; None before `start`.
         complete: whether the counters of every layer were raised.
+        number: of the load, where its reads are shared with other ranks.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class LayerLoad:
         device: torch.device,
         begin: "Callable[[LayerLoad], None]",
         trace: Trace | None,
+        number: int | None = None,
     ) -> None:
         self.transfers = transfers
         self.rows = rows
@@ -69,6 +71,7 @@ class LayerLoad:
         self.behind = Fence()
         self.step: Step | None = None
         self.complete = False  # whether all counters were raised
+        self.number = number
         self._set: CounterSet | None = None
         self._device = device
         self._begin = begin

@@ -18,6 +18,7 @@ from kvferry.linker.memory import flush_gpudirect
 from kvferry.linker.plan import SpacePlan
 from kvferry.linker.ranges import of_part, of_plans, of_rows, ranged
 from kvferry.linker.seal import Checked, Seal, wait
+from kvferry.linker.shared_reads import SharedLoad, SharedReads
 from kvferry.linker.staging import Span, StagingBuffer
 from kvferry.linker.store import GetSession, ObjectResult, Outcome, Store
 from kvferry.linker.streams import Lane
@@ -51,6 +52,7 @@ class LayerLoader:
         fetch_ahead: int,
         backend: str,
         trace: Trace | None,
+        sharing: SharedReads | None = None,
     ) -> None:
         self.lane = lane
         self._store = store
@@ -64,6 +66,7 @@ class LayerLoader:
         self._trace = trace
         self._layout = next(iter(packers.values())).layout
         self._seal = seal
+        self._sharing = sharing
 
     def move(self, load: LayerLoad) -> None:
         """Carry out a load and end its handles.
@@ -72,15 +75,20 @@ class LayerLoader:
             Ended: all of its requests were given up meanwhile.
             KVFerryError: it failed; the caller ends the handles.
         """
-        _Run(self, load).carry_out()
+        if self._sharing is None or load.number is None:
+            _Run(self, load, self._store).carry_out()
+            return
+        with self._sharing.begin(load.number, self._store, lambda: load.going) as store:
+            _Run(self, load, store).carry_out()
 
 
 class _Run:
     """One load being carried out."""
 
-    def __init__(self, loader: LayerLoader, load: LayerLoad) -> None:
+    def __init__(self, loader: LayerLoader, load: LayerLoad, store: Store | SharedLoad) -> None:
         self._loader = loader
         self._load = load
+        self._store = store
         self._batch = Batch(
             load, loader._packers, loader._seal, loader.lane, loader._backend, loader._trace
         )
@@ -126,7 +134,7 @@ class _Run:
         """Hold the objects readable; what cannot be held so is fetched whole."""
         batch = self._batch
         try:
-            self._session = self._loader._store.get_session(batch.keys)
+            self._session = self._store.get_session(batch.keys)
         except (StoreUnavailable, StoreClosed):
             raise
         except StoreError:  # this Mooncake has no sessions, or refused this one
@@ -197,7 +205,8 @@ class _Run:
         self._done_with(item.part)
         while self._landing and self._landing[0].fence.is_passed():
             self._retire()
-        if self._batch.lacking:
+        # Where reads are shared, later: in an order that does not depend on how threads take turns.
+        if self._batch.lacking and self._store is self._loader._store:
             self._rescue(waits=False)
         self._signal()
 
@@ -253,7 +262,7 @@ class _Run:
         """Return what verifying found, and why objects cannot be had."""
         self._check_going()
         results = attempts.twice(
-            self._loader._store.get, plan.keys, plan.addresses(span.address), plan.sizes, again=()
+            self._store.get, plan.keys, plan.addresses(span.address), plan.sizes, again=()
         )
         causes = {
             key: reason_of(result)

@@ -21,6 +21,7 @@ from kvferry.linker.layer_plan import Tail, groups_for, merge
 from kvferry.linker.layer_save import LayerSave
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.plan import SpaceIds, SpacePlan, plan_transfer, stride_bytes
+from kvferry.linker.shared_reads import SharedReads
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.stats import Stats
 from kvferry.linker.store import Store
@@ -54,6 +55,7 @@ class Linker:
         config: LinkerConfig | None = None,
         *,
         trace: Trace | None = None,
+        sharing: SharedReads | None = None,
     ) -> None:
         """Register the staging buffer with the store and start the threads.
 
@@ -66,6 +68,7 @@ class Linker:
                 registered here and unregistered by `close`.
             config: settings.
             trace: where a timeline of the transfers is recorded; none by default.
+            sharing: other ranks that layer-wise loads share their reads with; closed by `close`.
 
         Raises:
             ArgumentError: the layout is not bound, staging cannot hold one object, groups do not
@@ -90,12 +93,13 @@ class Linker:
         self._store = store
         self._staging = staging
         self._trace = trace
+        self._sharing = sharing
         self._existence = ExistenceCache(self.config.lookup_ttl_s, self.config.miss_ttl_s)
         self._can_be_cut = False  # not known yet
         staging.register(store)
         try:
             self._crew = Crew(
-                layout, store, staging, self._existence, self.keys, self.config, trace
+                layout, store, staging, self._existence, self.keys, self.config, trace, sharing
             )
         except BaseException:
             staging.unregister()
@@ -213,7 +217,9 @@ class Linker:
         self._crew.whole(transfer)
         return transfer
 
-    def load_batch(self, requests: Sequence[LoadRequest]) -> LayerLoad:
+    def load_batch(
+        self, requests: Sequence[LoadRequest], *, number: int | None = None
+    ) -> LayerLoad:
         """Prepare a layer-wise load of several requests, each with a verdict of its own.
 
         They travel together: a layer counts as there once it is there for all of them. Requests
@@ -221,6 +227,8 @@ class Linker:
 
         Args:
             requests: at least one.
+            number: of the load, if its reads are shared: counted alike by all ranks, from 0 on.
+                A number that is not loaded here after all is told by `skip_load`.
 
         Returns:
             The load; it begins with `LayerLoad.start`.
@@ -243,8 +251,13 @@ class Linker:
         )
         assert self.layout.device is not None
         return LayerLoad(
-            transfers, rows, groups, self.layout.device, self._crew.layer_load, self._trace
+            transfers, rows, groups, self.layout.device, self._crew.layer_load, self._trace, number
         )
+
+    def skip_load(self, number: int) -> None:
+        """Tell the ranks that reads are shared with that a load does not take place here."""
+        if self._sharing is not None:
+            self._sharing.skip(number)
 
     def lookup(self, keys: Sequence[str]) -> list[int]:
         """Return every prefix length, in pages, that could be loaded now; ascending, without 0.
@@ -285,6 +298,8 @@ class Linker:
         atexit.unregister(self.close)
         self._crew.close(timeout_s)
         self._staging.unregister()
+        if self._sharing is not None:
+            self._sharing.close()
 
     def __enter__(self) -> "Linker":
         return self

@@ -121,9 +121,13 @@ class Loads:
 
     def _begin(self, batch: Batch) -> None:
         """In the thread of loads."""
-        requests = [LoadRequest(pages.keys, pages.on_host()) for pages in batch.requests.values()]
-        load = self._linker.load_batch(requests)
-        batch.begin(load.start)
+        try:
+            requests = [LoadRequest(each.keys, each.on_host()) for each in batch.requests.values()]
+            load = self._linker.load_batch(requests, number=batch.index)
+            batch.begin(load.start)
+        finally:
+            if batch.handle is None:  # given up before, or refused
+                self._linker.skip_load(batch.index)
 
 
 class LayerDoneCounter:
