@@ -252,7 +252,7 @@ def test_a_class_that_is_not_complete_is_left_out_and_named() -> None:
     assert left_out == [
         "pack, 1 MiB, 8 programs: units not timed",
         "unpack, 64 KiB, no budget: hints not timed",
-        "unpack, 64 KiB, 8 programs: hints: out of memory",
+        "unpack, 64 KiB, 8 programs: out of memory",
         "unpack, 1 MiB, no budget: every candidate for units failed",
     ]
     keys = {(one["direction"], one["num_bytes"], one["max_programs"]) for one in classes}

@@ -65,7 +65,7 @@ def chosen(
     found = [records[group] for group in groups if group in records]
     why_not = [record.why_not for record in found if record.why_not]
     if why_not:
-        return f"{stage}: {why_not[0]}"
+        return why_not[0]
     if len(found) < len(groups):
         return f"{stage} not timed"
     return best(found) or f"every candidate for {stage} failed"

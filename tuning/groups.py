@@ -92,7 +92,10 @@ def _measure(
     records: Mapping[Group, Record],
 ) -> Record:
     if group.stage != BESIDE:
-        return measure(group, trials, workload, device, num_rounds=plan.num_rounds)
+        return measure(
+            group, trials, workload, device,
+            num_rounds=plan.num_rounds, num_warmups=plan.num_warmups,
+        )  # fmt: skip
     (trial,) = trials
     alone = records[
         Group(group.num_bytes, HINTS, group.layout, group.direction, group.max_programs)

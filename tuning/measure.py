@@ -21,7 +21,7 @@ def measure(
     device: torch.device,
     *,
     num_rounds: int,
-    num_warmups: int = 2,
+    num_warmups: int,
 ) -> Record:
     """Return what came of a group's trials: shares of a copy's rate, medians, faults.
 

@@ -67,6 +67,7 @@ class Plan:
         sizes: bytes of a tile, or units of a program, by kernel.
         num_warps: of a program.
         num_rounds: samples of each candidate.
+        num_warmups: rounds before these.
         num_inputs: rotated: disjoint pages and objects that the samples take in turn.
         least_in_flight: candidates whose machine code keeps less than this share of the best one's
             bytes in flight are out.
@@ -79,6 +80,7 @@ class Plan:
     sizes: Mapping[str, tuple[int, ...]]
     num_warps: tuple[int, ...]
     num_rounds: int
+    num_warmups: int = 2
     num_inputs: int = 2
     least_in_flight: float = 0.0
 
@@ -159,12 +161,13 @@ SHORT = replace(
 )
 CPU = Plan(
     "cpu",
-    class_bytes=(16384, 8192),
+    class_bytes=(16384, 4096),
     budgets=(0, 2),
     layouts={TILES: ("tiny pages",), UNITS: ("tiny rows",)},
     sizes={TILES: (4096, 8192), UNITS: (256, 512)},
     num_warps=(4,),
     num_rounds=3,
+    num_warmups=1,
 )
 
 

@@ -61,7 +61,7 @@ LAYOUTS = {
     "llama-3.1-8b head slices": Source(
         "llama-3.1-8b-nhd", "one head of 8 of each token: runs of 256 bytes, 2,048 apart", 3
     ),
-    "tiny pages": Source(_tiny("page", 4608, 8192), "of no model: runs of 4,608 and 8,192 bytes"),
+    "tiny pages": Source(_tiny("page", 4608), "of no model: runs of 4,608 bytes"),
     "tiny rows": Source(_tiny("row", 1024, 528), "of no model: runs of 1,024 and 528 bytes"),
 }
 """The first two and `tiny pages` are moved by the page kernel, the others by the short-run one."""
