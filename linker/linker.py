@@ -45,6 +45,7 @@ class Linker:
         config: the settings.
         keys: makes the object keys.
         stats: counters of what its transfers came to.
+        sharing: what layer-wise loads share with other ranks, if they do.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Linker:
         self._store = store
         self._staging = staging
         self._trace = trace
-        self._sharing = sharing
+        self.sharing = sharing
         self._existence = ExistenceCache(self.config.lookup_ttl_s, self.config.miss_ttl_s)
         self._can_be_cut = False  # not known yet
         staging.register(store)
@@ -256,8 +257,8 @@ class Linker:
 
     def skip_load(self, number: int) -> None:
         """Tell the ranks that reads are shared with that a load does not take place here."""
-        if self._sharing is not None:
-            self._sharing.skip(number)
+        if self.sharing is not None:
+            self.sharing.skip(number)
 
     def lookup(self, keys: Sequence[str]) -> list[int]:
         """Return every prefix length, in pages, that could be loaded now; ascending, without 0.
@@ -298,8 +299,8 @@ class Linker:
         atexit.unregister(self.close)
         self._crew.close(timeout_s)
         self._staging.unregister()
-        if self._sharing is not None:
-            self._sharing.close()
+        if self.sharing is not None:
+            self.sharing.close()
 
     def __enter__(self) -> "Linker":
         return self

@@ -26,6 +26,7 @@ from kvferry.linker.sglang_offloads import Offloads
 from kvferry.linker.sglang_pools import TRANSFERS, read_cache_params
 from kvferry.linker.sglang_ranks import Ranks, check_pipeline, ranks_of
 from kvferry.linker.sglang_settings import read_settings
+from kvferry.linker.sglang_sharing import shared_reads_of
 from kvferry.linker.sglang_transfers import Pages, pages_of
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Store
@@ -75,6 +76,7 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
             ArgumentError: a setting is wrong.
             LayoutError: a pool, or a tensor of one, that is not described.
             StoreError: Mooncake cannot be reached, or refuses the staging buffer.
+            PeersLost: `share_reads` is set, and the other ranks do not come.
         """
         if others:
             log.warning("arguments %s are unknown here and not used", sorted(others))
@@ -100,7 +102,12 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
         self._store: Store = MooncakeStore(settings.mooncake) if store is None else store
         try:
-            self.linker = Linker(layout, self._store, staging, config)
+            sharing = None
+            if settings.adapter.share_reads:
+                sharing = shared_reads_of(
+                    params, ranks, staging, config.replicated, config.transfer_timeout_s
+                )
+            self.linker = Linker(layout, self._store, staging, config, sharing=sharing)
         except BaseException:
             self._store.close()
             raise
@@ -237,6 +244,8 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
             counts["transfers"]["load"], counts["bytes"]["load"],
             counts["transfers"]["save"], counts["bytes"]["save"], counts["failures"],
         )  # fmt: skip
+        if self.linker.sharing is not None:
+            log.info("kvferry: shared reads %s", vars(self.linker.sharing.counts))
 
 
 def _identity(server_args: Any, params: Any, ranks: Ranks, adapter: Any) -> Any:

@@ -56,6 +56,8 @@ class AdapterConfig:
         revision: of the weights; SGLang's `revision` and `weight_version` if empty.
         extra_backend_tag: as SGLang's own linker has it: keeps apart who shares a store.
         stats_interval_s: least time between two lines about traffic in the log; 0 for none.
+        share_reads: where tensor-parallel ranks have the same objects, each reads a part of them
+            and sends it to the others; see `shared_reads`.
         allow_pipeline: serve pipeline-parallel models all the same; see `check_pipeline`.
         check_slots: check every transfer's slots one by one. For tests: on a GPU it waits for it.
     """
@@ -67,6 +69,7 @@ class AdapterConfig:
     extra_backend_tag: str = ""
     stats_interval_s: float = 60.0
     check_slots: bool = False
+    share_reads: bool = False
     allow_pipeline: bool = False
 
 
