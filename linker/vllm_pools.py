@@ -233,7 +233,8 @@ def _window_tokens(spec: Any) -> int:
     if _SPACE_OF_SPEC[qualified_name(spec)] != "swa":
         return 0
     # As `num_retained_tokens`, which vLLM has from 0.33 on: the last token needs no more before it.
-    return max(1, required(spec, "sliding_window") - 1 + required(spec, "extra_retained_tokens"))
+    window, extra = required(spec, "sliding_window"), required(spec, "extra_retained_tokens")
+    return max(1, int(window) - 1 + int(extra))
 
 
 def _is_replicated(spec: Any) -> bool:

@@ -1,0 +1,322 @@
+"""The scheduler's side for vLLM: lookups, loads, and blocks held while a save reads them."""
+
+import hashlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_vllm_groups import FULL, STATE, SWA, hashes, keys_of, prefixes
+
+from kvferry.errors import StoreUnavailable
+from kvferry.linker.vllm_groups import Group
+from kvferry.linker.vllm_jobs import GroupPages, SaveJob
+from kvferry.linker.vllm_scheduler import LOOK_BACK_BLOCKS, SchedulerSide
+
+WINDOW = 2
+
+
+class Pool:
+    """vLLM's pool of blocks, as far as references go."""
+
+    def __init__(self, count: int = 400) -> None:
+        self.blocks = [SimpleNamespace(block_id=at, block_hash=None, refs=0) for at in range(count)]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        for block in blocks:
+            block.refs += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            assert block.refs > 0
+            block.refs -= 1
+
+    @property
+    def held(self) -> list[int]:
+        return [block.block_id for block in self.blocks if block.refs]
+
+
+class Bed:
+    """A scheduler's side over a store that a test fills."""
+
+    def __init__(self, groups: Sequence[Group] = (FULL,), **settings: Any) -> None:
+        self.objects: set[str] = set()
+        self.asked = 0
+        self.is_down = False
+        self.pool = Pool()
+        self.tables: dict[str, tuple[list[int], ...]] = {}
+        options: dict[str, Any] = {
+            "num_workers": 1, "by_boundary": (), "lookup_ttl_s": 0.0, "miss_ttl_s": 60.0,
+            "min_load_tokens": 0, "max_held_share": 1.0, "hash_of": lambda block: block.block_hash,
+            **settings,
+        }  # fmt: skip
+        windows = {SWA.group_id: WINDOW}
+        self.side = SchedulerSide(prefixes(groups, windows=windows), self, **options)  # type: ignore[arg-type]
+        self.side.bind(self.pool, self.tables.__getitem__)
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        self.asked += 1
+        if self.is_down:
+            raise StoreUnavailable("down")
+        return [key in self.objects for key in keys]
+
+    def remove_under(self, prefix: str, *, force: bool = False) -> int:
+        gone = {key for key in self.objects if key.startswith(prefix)}
+        self.objects -= gone
+        return len(gone)
+
+    def store(self, group: Group, told: Sequence[bytes], pages: Sequence[int]) -> None:
+        keys = group.page_keys(told, 16, 99)
+        window = WINDOW if group is SWA else None
+        self.objects |= set(keys_of("r", group, window).object_keys([keys[page] for page in pages]))
+
+    def computed(self, request: Any, group: Group, table: Sequence[int]) -> None:
+        """Give blocks their hashes, as vLLM does when it caches them."""
+        step = group.block_tokens // 16
+        for at, block_id in enumerate(table):
+            end = (at + 1) * step
+            if block_id and end <= len(request.block_hashes):
+                self.pool.blocks[block_id].block_hash = request.block_hashes[end - 1]
+
+
+def request(name: str, num_tokens: int, num_computed: int = 0) -> Any:
+    return SimpleNamespace(
+        request_id=name, num_tokens=num_tokens, num_computed_tokens=num_computed,
+        block_hashes=hashes(num_tokens // 16), skip_reading_prefix_cache=False,
+    )  # fmt: skip
+
+
+def test_a_lookup_leaves_the_last_token_to_compute() -> None:
+    bed = Bed()
+    one = request("a", 64)
+    bed.store(FULL, one.block_hashes, range(4))
+    assert bed.side.matched_tokens(one, 0) == 48
+    assert bed.side.matched_tokens(request("b", 65), 0) == 64
+    assert bed.side.matched_tokens(one, 32) == 16
+    assert bed.side.matched_tokens(one, 48) == 0
+    assert bed.side.matched_tokens(one, 40) == 0  # within a block
+    one.skip_reading_prefix_cache = True
+    assert bed.side.matched_tokens(one, 0) == 0
+
+
+def test_short_hits_may_be_computed_instead() -> None:
+    bed = Bed(min_load_tokens=48)
+    one = request("a", 65)
+    bed.store(FULL, one.block_hashes, range(4))
+    assert (bed.side.matched_tokens(one, 0), bed.side.matched_tokens(one, 32)) == (64, 0)
+
+
+def test_nothing_is_found_while_the_store_is_away() -> None:
+    bed = Bed()
+    one = request("a", 65)
+    bed.store(FULL, one.block_hashes, range(4))
+    bed.is_down = True
+    assert bed.side.matched_tokens(one, 0) == 0
+    bed.is_down = False
+    assert bed.side.matched_tokens(one, 0) == 64
+
+
+def test_a_load_takes_what_each_group_needs() -> None:
+    bed = Bed((FULL, SWA, STATE))
+    one = request("a", 200)
+    told = one.block_hashes
+    bed.store(FULL, told, range(12))
+    bed.store(SWA, told, range(2, 6))
+    bed.store(STATE, told, [2])
+    assert bed.side.matched_tokens(one, 64) == 128
+    table = (list(range(100, 112)), [0, 0, 33, 34, 35, 36], [0, 0, 77])
+    bed.side.allocated(one, table, 128)
+    jobs = bed.side.step({}, (), {})
+    (load,) = jobs.loads
+    assert load.request_id == "a"
+    assert load.pages[0] == GroupPages(FULL.page_keys(told, 16, 12)[4:], list(range(104, 112)))
+    assert load.pages[1] == GroupPages(SWA.page_keys(told, 16, 6)[4:], [35, 36])
+    assert load.pages[2] == GroupPages([told[11].hex()], [77])
+    assert bed.side.step({}, (), {}).loads == []
+
+
+def test_what_failed_to_load_is_not_found_again_for_a_while() -> None:
+    bed = Bed()
+    one = request("a", 65)
+    bed.store(FULL, one.block_hashes, range(4))
+    assert bed.side.matched_tokens(one, 0) == 64
+    bed.side.allocated(one, ([5, 6, 7, 8],), 64)
+    bed.side.loads_ended({"a"}, {"a"})
+    assert bed.side.matched_tokens(one, 0) == 0
+    other = Bed(miss_ttl_s=0.0)
+    other.store(FULL, one.block_hashes, range(4))
+    other.side.matched_tokens(one, 0)
+    other.side.allocated(one, ([5, 6, 7, 8],), 64)
+    other.side.loads_ended({"a"}, {"a"})
+    assert other.side.matched_tokens(one, 0) == 64
+
+
+def saved(save: SaveJob | None, group: Group = FULL) -> list[int]:
+    return [] if save is None else save.pages[group.group_id].block_ids
+
+
+def test_blocks_are_saved_in_the_step_that_completes_them() -> None:
+    bed = Bed()
+    one = request("a", 100)
+    bed.tables["a"] = ([3, 4, 5, 6, 7, 8, 9],)
+    bed.side.allocated(one, bed.tables["a"], 0)
+    bed.computed(one, FULL, bed.tables["a"][0][:2])
+    first = bed.side.step({"a": 40}, (), {}).save
+    assert first == SaveJob(1, {0: GroupPages(FULL.page_keys(one.block_hashes, 16, 2), [3, 4])})
+    assert bed.pool.held == [3, 4]
+    one.num_computed_tokens = 40
+    bed.computed(one, FULL, bed.tables["a"][0])
+    second = bed.side.step({"a": 60}, (), {}).save
+    assert saved(second) == [5, 6, 7, 8]
+    assert bed.side.step({"a": 1}, (), {}).save is None
+    bed.side.saves_ended({1: 1})
+    assert (bed.pool.held, bed.side.num_saves_in_flight) == ([5, 6, 7, 8], 1)
+    bed.side.saves_ended({2: 1})
+    assert (bed.pool.held, bed.side.num_saves_in_flight) == ([], 0)
+
+
+def test_blocks_are_held_until_every_worker_has_read_them() -> None:
+    bed = Bed(num_workers=3)
+    one = request("a", 32)
+    bed.tables["a"] = ([3, 4],)
+    bed.side.allocated(one, bed.tables["a"], 0)
+    bed.computed(one, FULL, [3, 4])
+    assert bed.side.step({"a": 32}, (), {}).save is not None
+    bed.side.finished("a")
+    for _ in range(2):
+        bed.side.saves_ended({1: 1})
+        assert bed.pool.held == [3, 4]
+    bed.side.saves_ended({1: 1})
+    assert bed.pool.held == []
+
+
+def test_blocks_without_their_hash_are_not_saved() -> None:
+    bed = Bed((FULL, SWA))
+    one = request("a", 96)
+    bed.tables["a"] = ([3, 4, 5, 6, 7, 8], [0, 0, 20])
+    bed.side.allocated(one, bed.tables["a"], 0)
+    bed.computed(one, FULL, [3, 4, 5, 6, 7, 8])
+    bed.computed(one, SWA, [0, 0, 20])
+    bed.pool.blocks[4].block_hash = None  # not kept by vLLM
+    bed.pool.blocks[6].block_hash = hashlib.sha256(b"a part of it").digest()
+    save = bed.side.step({"a": 96}, (), {}).save
+    assert saved(save) == [3, 5, 7, 8]
+    assert saved(save, SWA) == [20]
+
+
+def test_late_hashes_are_seen_a_step_later() -> None:
+    bed = Bed()
+    one = request("a", 64)
+    bed.tables["a"] = ([3, 4, 5, 6],)
+    bed.side.allocated(one, bed.tables["a"], 0)
+    bed.computed(one, FULL, [3, 4])
+    assert saved(bed.side.step({"a": 64}, (), {}).save) == [3, 4]
+    one.num_computed_tokens = 64
+    bed.computed(one, FULL, [3, 4, 5, 6])
+    assert saved(bed.side.step({"a": 1}, (), {}).save) == [5, 6]
+
+
+def test_looking_back_is_bounded() -> None:
+    bed = Bed()
+    count = LOOK_BACK_BLOCKS + 10
+    one = request("a", count * 16)
+    one.block_hashes = [hashlib.sha256(str(at).encode()).digest() for at in range(count)]
+    table = list(range(1, count + 1))
+    bed.tables["a"] = (table,)
+    bed.side.allocated(one, bed.tables["a"], 0)
+    assert bed.side.step({"a": count * 16}, (), {}).save is None
+    one.num_computed_tokens = count * 16
+    bed.computed(one, FULL, table)
+    assert saved(bed.side.step({"a": 1}, (), {}).save) == table[10:]
+
+
+def test_a_step_saves_a_key_once() -> None:
+    bed = Bed()
+    for name, table in (("a", [3, 4]), ("b", [13, 14])):
+        one = request(name, 32)
+        bed.tables[name] = (table,)
+        bed.side.allocated(one, bed.tables[name], 0)
+        bed.computed(one, FULL, table)
+    assert saved(bed.side.step({"a": 32, "b": 32}, (), {}).save) == [3, 4]
+
+
+def test_loaded_blocks_are_not_saved_again() -> None:
+    bed = Bed()
+    one = request("a", 100)
+    bed.store(FULL, one.block_hashes, range(4))
+    assert bed.side.matched_tokens(one, 0) == 64
+    bed.tables["a"] = ([3, 4, 5, 6, 7, 8, 9],)
+    bed.side.allocated(one, bed.tables["a"], 64)
+    bed.side.loads_ended({"a"}, set())
+    one.num_computed_tokens = 64
+    bed.computed(one, FULL, bed.tables["a"][0])
+    assert saved(bed.side.step({"a": 36}, (), {}).save) == [7, 8]
+
+
+def test_preempted_requests_begin_anew() -> None:
+    bed = Bed()
+    one = request("a", 32)
+    bed.tables["a"] = ([3, 4],)
+    bed.side.allocated(one, bed.tables["a"], 0)
+    bed.computed(one, FULL, [3, 4])
+    assert saved(bed.side.step({"a": 32}, (), {}).save) == [3, 4]
+    assert bed.side.step({"a": 32}, ["a"], {}).save is None
+    bed.tables["a"] = ([23, 24],)
+    bed.computed(one, FULL, [23, 24])
+    assert saved(bed.side.step({"a": 32}, (), {}).save) == [23, 24]
+
+
+def test_states_come_by_their_boundary_alone() -> None:
+    bed = Bed((FULL, STATE), by_boundary=[STATE.group_id])
+    one = request("a", 144)
+    bed.tables["a"] = ([3, 4, 5, 6, 7, 8, 9, 10, 11], [0, 40])
+    bed.side.allocated(one, bed.tables["a"], 0)
+    bed.computed(one, STATE, [0, 40])
+    bed.pool.blocks[41].block_hash = one.block_hashes[3]
+    offers = {"a": [(2, 40, 128), (2, 41, 64), (2, 41, 48), (2, 40, 64), (7, 40, 64)]}
+    save = bed.side.step({"a": 144}, (), offers).save
+    assert save is not None
+    assert save.pages == {
+        2: GroupPages([one.block_hashes[7].hex(), one.block_hashes[3].hex()], [40, 41])
+    }
+
+
+def test_saves_in_flight_hold_no_more_than_their_share() -> None:
+    bed = Bed(max_held_share=3 / 400)
+    for name, table in (("a", [3, 4]), ("b", [13, 14])):
+        one = request(name, 32)
+        one.block_hashes = [hashlib.sha256(f"{name}{at}".encode()).digest() for at in range(2)]
+        bed.tables[name] = (table,)
+        bed.side.allocated(one, bed.tables[name], 0)
+        bed.computed(one, FULL, table)
+    assert saved(bed.side.step({"a": 32}, (), {}).save) == [3, 4]
+    assert bed.side.step({"b": 32}, (), {}).save is None
+    assert (bed.side.num_skipped, bed.pool.held) == (2, [3, 4])
+
+
+def test_reset_deletes_the_models_objects() -> None:
+    bed = Bed()
+    one = request("a", 65)
+    bed.store(FULL, one.block_hashes, range(4))
+    bed.objects.add("another/0/x/full")
+    assert bed.side.reset()
+    assert bed.objects == {"another/0/x/full"}
+    assert bed.side.matched_tokens(one, 0) == 0
+    bed.tables["a"] = ([3, 4],)
+    bed.side.allocated(one, bed.tables["a"], 0)
+    bed.computed(one, FULL, [3, 4])
+    bed.side.step({"a": 32}, (), {})
+    assert not bed.side.reset()  # what is in flight would come back
+
+
+@pytest.mark.parametrize("num_external", [0, 64])
+def test_a_finished_request_is_forgotten(num_external: int) -> None:
+    bed = Bed()
+    one = request("a", 65)
+    bed.store(FULL, one.block_hashes, range(4))
+    bed.side.matched_tokens(one, 0)
+    bed.side.allocated(one, ([5, 6, 7, 8],), num_external)
+    bed.side.finished("a")
+    bed.side.loads_ended({"a"}, {"a"})
+    bed.tables["a"] = ([5, 6, 7, 8],)
+    assert bed.side.step({"a": 1}, (), {}).save is None
