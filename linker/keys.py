@@ -69,6 +69,16 @@ class KeyScheme:
         return [prefix + page_key + suffix for page_key in page_keys]
 
 
+def _are_usable(keys: list[str]) -> bool:
+    """Whether each is surely a usable string, without a look at them one by one."""
+    if not set(map(type, keys)) <= {str}:
+        return False
+    lengths = set(map(len, keys))
+    return not keys or (
+        min(lengths) >= 1 and max(lengths) <= MAX_KEY_LENGTH and "\0" not in "".join(keys)
+    )
+
+
 def check_page_keys(page_keys: Sequence[str]) -> list[str]:
     """Return the keys as a list, each a string that occurs once.
 
@@ -78,11 +88,12 @@ def check_page_keys(page_keys: Sequence[str]) -> list[str]:
     if isinstance(page_keys, str):
         raise ArgumentError("keys is one string, wanted a sequence of them")
     keys = list(page_keys)
-    for index, key in enumerate(keys):
-        if not isinstance(key, str) or not 1 <= len(key) <= MAX_KEY_LENGTH or "\0" in key:
-            raise ArgumentError(
-                f"keys[{index}] is {key!r}, wanted a string of 1 .. {MAX_KEY_LENGTH} characters"
-            )
+    if not _are_usable(keys):
+        for index, key in enumerate(keys):
+            if not isinstance(key, str) or not 1 <= len(key) <= MAX_KEY_LENGTH or "\0" in key:
+                raise ArgumentError(
+                    f"keys[{index}] is {key!r}, wanted a string of 1 .. {MAX_KEY_LENGTH} characters"
+                )
     if len(set(keys)) != len(keys):
         first: dict[str, int] = {}
         for index, key in enumerate(keys):

@@ -16,7 +16,7 @@ from kvferry.linker.plan import SpacePlan
 from kvferry.linker.ranges import of_part, of_plans, ranged
 from kvferry.linker.seal import Checked, Seal, ends_of
 from kvferry.linker.staging import Span
-from kvferry.linker.store import ObjectResult, Outcome
+from kvferry.linker.store import FETCHED, ObjectResult, Outcome, all_are
 from kvferry.linker.streams import Fence, Lane
 from kvferry.linker.trace import Trace
 from kvferry.linker.transfer import Ended
@@ -52,6 +52,7 @@ class Batch:
         self._closed = {
             space: np.zeros(len(rows), dtype=bool) for space, rows in self._rows.items()
         }
+        self._is_any_closed = False
         self._lacking: dict[tuple[str, int], int] = {}
         self._ids: dict[str, PageIds] = {}
         self._sums: dict[str, torch.Tensor] = {}
@@ -77,6 +78,8 @@ class Batch:
 
     def open_rows(self, part: GroupPart) -> list[Sequence[int]]:
         """Return the open rows of each piece of a part."""
+        if not self._is_any_closed and not any(one.is_over for one in self._load.transfers):
+            return [range(piece.first_row, piece.end_row) for piece in part.pieces]
         found: list[Sequence[int]] = []
         for piece in part.pieces:
             rows = self._rows[piece.space]
@@ -110,7 +113,7 @@ class Batch:
                     self._lack_row(space, row, 0)
 
     def _lack_row(self, space: str, row: int, first_layer: int) -> None:
-        self._closed[space][row] = True
+        self._closed[space][row] = self._is_any_closed = True
         self._lacking[space, row] = min(first_layer, self._lacking.get((space, row), first_layer))
 
     def _forget_ended(self) -> None:
@@ -162,30 +165,46 @@ class Batch:
             span: the part's memory.
             results: of those rows, one after the other.
         """
+        good = rows
+        if self._is_any_closed or not all_are(results, FETCHED):
+            good = self._good(part, rows, results)
+        owners = {
+            owner
+            for piece, wanted in zip(part.pieces, good, strict=True)
+            for owner in self._owners(piece.space, wanted)
+        }
+        with self._touching(owners) as (touched, alive):
+            with self._lane.work(self._load.behind) as fences:
+                for piece, wanted in zip(part.pieces, good, strict=True):
+                    if len(alive) < len(owners):
+                        of_rows = self._rows[piece.space].owners
+                        wanted = [row for row in wanted if int(of_rows[row]) in alive]
+                    for first, end in self._runs(piece.space, wanted):
+                        self._unpack_run(part, piece, span, first, end)
+            touched.append(fences[-1])
+        if self._trace is not None:
+            self._trace.add_fence("unpack", part.name, fences[-1], bytes=part.num_bytes)
+        return fences[-1]
+
+    def _good(
+        self, part: GroupPart, rows: Sequence[Sequence[int]], results: Sequence[ObjectResult]
+    ) -> list[Sequence[int]]:
+        """Return the rows of each piece that came and are open; those that did not are lacking."""
         outcomes = iter(results)
-        good: list[list[int]] = []
+        good: list[Sequence[int]] = []
         for piece, asked in zip(part.pieces, rows, strict=True):
             came = [(row, next(outcomes)) for row in asked]
             for row, result in came:
                 if result.outcome is not Outcome.FETCHED and not self._closed[piece.space][row]:
                     self._lack_row(piece.space, row, part.first_layer)
             good.append([row for row, _ in came if not self._closed[piece.space][row]])
-        owners = {
-            int(owner)
-            for piece, wanted in zip(part.pieces, good, strict=True)
-            for owner in np.unique(self._rows[piece.space].owners[wanted])
-        }
-        with self._touching(owners) as (touched, alive):
-            with self._lane.work(self._load.behind) as fences:
-                for piece, wanted in zip(part.pieces, good, strict=True):
-                    of_rows = self._rows[piece.space].owners
-                    live = [row for row in wanted if int(of_rows[row]) in alive]
-                    for first, end in self._runs(piece.space, live):
-                        self._unpack_run(part, piece, span, first, end)
-            touched.append(fences[-1])
-        if self._trace is not None:
-            self._trace.add_fence("unpack", part.name, fences[-1], bytes=part.num_bytes)
-        return fences[-1]
+        return good
+
+    def _owners(self, space: str, rows: Sequence[int]) -> set[int]:
+        """Return the numbers of the requests that some rows are of."""
+        if len(self._load.transfers) == 1:
+            return {0} if rows else set()
+        return set(self._rows[space].owners[rows].tolist())
 
     def _unpack_run(self, part: GroupPart, piece: Piece, span: Span, first: int, end: int) -> None:
         """Unpack consecutive rows of a piece; only the last may be wanted in part."""
@@ -277,6 +296,10 @@ class Batch:
     def _runs(self, space: str, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield `[first, end)` runs of consecutive rows; one wanted in part ends its run."""
         tails = self._rows[space].tails
+        if isinstance(rows, range) and not tails:
+            if rows:
+                yield rows[0], rows[-1] + 1
+            return
         start = 0
         for place, row in enumerate(rows):
             if place + 1 == len(rows) or rows[place + 1] != row + 1 or row in tails:

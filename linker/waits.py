@@ -24,6 +24,9 @@ DEFAULT_TIMEOUT_S = 10.0
 CAUSE_POLL_S = 1e-3
 """How often a thread that waits for an event looks whether the step has failed."""
 
+LATE_SHARE = 1 / 16
+"""How much longer than needed the host may wait for a layer, beside `POLL_S`."""
+
 State = Literal["landed", "enqueued", "failed", "expired"]
 
 
@@ -86,9 +89,11 @@ class HostWait:
         while not self._counters.reached(step, layer):
             if step.cause is not None:
                 break
-            if time.monotonic() - begin >= timeout_s:
+            waited_s = time.monotonic() - begin
+            if waited_s >= timeout_s:
                 return _expired(self._counters, step, layer, begin)
-            time.sleep(POLL_S)
+            # Each look takes the interpreter from the threads that bring the layer.
+            time.sleep(min(max(POLL_S, waited_s * LATE_SHARE), CAUSE_POLL_S))
         # Asked last: a failure raises the counter too, after it has left its cause.
         state: State = "landed" if step.cause is None else "failed"
         return Waited(name_of(step, layer), state, _since_us(begin))

@@ -58,7 +58,7 @@ def make_ends(
     trailers["trailer_bytes"] = TRAILER_BYTES
     trailers["object_bytes"] = object_bytes
     trailers["fingerprint"] = np.void(bytes.fromhex(fingerprint))
-    trailers["key"] = [np.void(_digest(key)) for key in keys]
+    trailers["key"] = np.frombuffer(b"".join(map(_digest, keys)), dtype="V16")
     trailers["checksum"] = checksums.astype(np.uint64).sum(axis=1)
     ends[:, -TRAILER_BYTES:] = trailers.view(np.uint8).reshape(len(keys), TRAILER_BYTES)
     return ends
