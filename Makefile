@@ -9,7 +9,7 @@ READY_VLLM := .venv-vllm/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm-pools check doctor bench-host bench-transport bench-layers bench-overlap inspect inspect-newest bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
+.PHONY: help demo test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm-pools check doctor bench-host bench-transport bench-layers bench-sglang bench-overlap inspect inspect-newest bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -62,6 +62,9 @@ bench-transport: $(READY) ## packed transfers beside Mooncake's own contiguous c
 
 bench-layers: $(READY) ## packed layer groups beside ranges straight from the pools
 	$(BIN)/python benchmarks/bench_layers.py
+
+bench-sglang: $(READY_SGLANG) ## kvferry's linker beside SGLang's own, in one process: some 15 minutes
+	.venv-sglang/bin/python benchmarks/bench_sglang.py $(if $(WRITE),--write)
 
 bench-overlap: $(READY) ## a layer-wise load beside a step's compute (OUT=folder for its timeline)
 	$(BIN)/python benchmarks/bench_overlap.py $(if $(OUT),--out $(OUT))

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import distributions
@@ -44,21 +45,30 @@ class Bar:
         return self.value >= self.wanted if self.at_least else self.value <= self.wanted
 
 
-def report(name: str, rows: list[dict[str, Any]], bars: list[Bar]) -> int:
+def report(
+    name: str,
+    rows: list[dict[str, Any]],
+    bars: list[Bar],
+    more: Sequence[list[dict[str, Any]]] = (),
+) -> int:
     """Print the rows as a table, then `bar NAME VALUE WANTED ok|short`; return the exit status.
 
     Args:
         name: of the benchmark, and of its file of results.
         rows: figures by column; the keys of the first are the table's heads.
         bars: the bounds.
+        more: further tables.
     """
-    print(table(rows))
+    tables = [one for one in more if one]
+    print("\n\n".join(map(table, [rows, *tables])))
     for bar in bars:
         bound = f"{'>=' if bar.at_least else '<='}{bar.wanted:g}"
         print(f"bar {bar.name} {bar.value:.3f} {bound} {'ok' if bar.ok else 'short'}")
     if "--write" in sys.argv[1:]:
         RESULTS.mkdir(exist_ok=True)
         record = {"machine": machine(), "rows": rows, "bars": [asdict(bar) for bar in bars]}
+        if tables:
+            record["more"] = tables
         path = RESULTS / f"{name}.json"
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if all(bar.ok for bar in bars) else 1
