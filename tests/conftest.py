@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from linker_bed import Bed
+from rank_worker import Ranks, ranks_of
 
 from kvferry.linker.master import LocalMaster
 from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
@@ -75,6 +76,13 @@ def mooncake_store(local_master: LocalMaster, local_owner: LocalOwner) -> Iterat
     """A client that nobody closes or breaks; tests that do make their own."""
     with MooncakeStore(MooncakeConfig(local_master.address)) as store:
         yield store
+
+
+@pytest.fixture(scope="session")
+def rank_pair(local_master: LocalMaster, local_owner: LocalOwner) -> Iterator[Ranks]:
+    """Two ranks of an engine, each in a process of its own."""
+    with ranks_of(2, local_master.address) as ranks:
+        yield ranks
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -140,9 +141,10 @@ class Worker:
         ids = {space: torch.tensor(pages) for space in spaces}
         return Pages(list(keys), dict.fromkeys(spaces, every), ids, Fence())
 
-    def _tags(self, space: str, pages: Sequence[int]) -> list[int]:
-        """What pages tell: the same on all ranks, or this rank's own."""
-        own = 0 if space in self.linker.config.replicated else 1000 * (self.rank + 1)
+    def _tags(self, space: str, pages: Sequence[int], rank: int | None = None) -> list[int]:
+        """What pages tell: the same on all ranks, or a rank's own."""
+        rank = self.rank if rank is None else rank
+        own = 0 if space in self.linker.config.replicated else 1000 * (rank + 1)
         return [own + page for page in pages]
 
     def object_keys(self, keys: Sequence[str]) -> dict[str, list[str]]:
@@ -213,6 +215,11 @@ class Worker:
         """See that pages hold what was saved from others."""
         for space in self.layout.spaces:
             check_telling(self.layout, space, list(pages), self._tags(space, saved))
+
+    def check_of(self, rank: int, pages: Sequence[int], saved: Sequence[int]) -> None:
+        """See that pages hold what a rank has saved."""
+        for space in self.layout.spaces:
+            check_telling(self.layout, space, list(pages), self._tags(space, saved, rank))
 
     # ---- the store ----
 
@@ -305,24 +312,31 @@ def serve(rank: int, size: int, master_address: str, pipe: Connection) -> None:
     worker = Worker(rank, size, master_address)
     while True:
         try:
-            name, arguments, options = pipe.recv()
+            number, name, arguments, options = pipe.recv()
         except EOFError:
             break
         try:
-            pipe.send((True, getattr(worker, name)(*arguments, **options)))
+            pipe.send((number, True, getattr(worker, name)(*arguments, **options)))
         except Exception:  # noqa: BLE001  the test's, who gets it from the pipe
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((number, False, traceback.format_exc()))
     os._exit(0)  # nothing that another rank would be waited for
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 class Ranks:
     """Some workers, and what they are told."""
 
-    def __init__(self, size: int, master_address: str, port: int) -> None:
+    def __init__(self, size: int, master_address: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.size = size
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
+        self.sent = [0] * size
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -332,17 +346,20 @@ class Ranks:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        self.all("join", port)
+        self.all("join", _free_port())
 
     def send(self, rank: int, name: str, *arguments: Any, **options: Any) -> None:
         """Have one rank begin something."""
-        self.pipes[rank].send((name, arguments, options))
+        self.sent[rank] += 1
+        self.pipes[rank].send((self.sent[rank], name, arguments, options))
 
     def receive(self, rank: int, limit_s: float = LIMIT_S) -> Any:
         """What came of it; an error of the rank's is raised here."""
-        if not self.pipes[rank].poll(limit_s):
-            raise TimeoutError(f"rank {rank} did not answer within {limit_s:g} s")
-        good, answer = self.pipes[rank].recv()
+        number = 0
+        while number != self.sent[rank]:  # not what a test has left behind that failed
+            if not self.pipes[rank].poll(limit_s):
+                raise TimeoutError(f"rank {rank} did not answer within {limit_s:g} s")
+            number, good, answer = self.pipes[rank].recv()
         assert good, f"rank {rank}:\n{answer}"
         return answer
 
@@ -371,9 +388,9 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks_of(size: int, master_address: str, port: int) -> Iterator[Ranks]:
+def ranks_of(size: int, master_address: str) -> Iterator[Ranks]:
     """Some workers for a while."""
-    ranks = Ranks(size, master_address, port)
+    ranks = Ranks(size, master_address)
     try:
         yield ranks
     finally:
