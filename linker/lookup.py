@@ -45,8 +45,11 @@ class ExistenceCache:
         return merged
 
     def mark_stored(self, keys: Iterable[str]) -> None:
-        """Remember that these objects exist."""
-        self._remember(((key, True) for key in keys), self._answer_ttl_s)
+        """Remember that these objects exist, whatever failed before."""
+        with self._lock:
+            for key in (stored := list(keys)):
+                self._known.pop(key, None)
+        self._remember(((key, True) for key in stored), self._answer_ttl_s)
 
     def mark_failed(self, keys: Iterable[str]) -> None:
         """Remember that loading these objects failed: they count as missing for a while."""

@@ -26,6 +26,18 @@ class Handle(Protocol):
         """End it badly; once this returns, it touches no pages."""
 
 
+def without_frames(error: BaseException) -> None:
+    """Take the tracebacks off an error and off those that it came from.
+
+    The handle of a transfer keeps its error, and the frames that a traceback keeps hold the handle
+    and tensors: a ring, which lives on where garbage collection is frozen, as SGLang does.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+
+
 HandleT = TypeVar("HandleT", bound=Handle)
 
 

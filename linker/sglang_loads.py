@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from kvferry.errors import ArgumentError, TransferFailed
 from kvferry.linker.layer_load import LayerLoad, LoadRequest
 from kvferry.linker.linker import Linker
-from kvferry.linker.sglang_jobs import Job, Opener
+from kvferry.linker.sglang_jobs import Job, Opener, without_frames
 from kvferry.linker.sglang_transfers import COPY_LIMIT_S, Pages
 from kvferry.linker.streams import Fence, current_stream_id
 
@@ -41,6 +41,7 @@ class Batch(Job[LayerLoad]):
             try:
                 self.handle.result()
             except TransferFailed as error:
+                without_frames(error)
                 self.give_up(str(error), error.cause)  # the other requests' pages too
         return self.error
 

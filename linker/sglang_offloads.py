@@ -8,7 +8,7 @@ import numpy as np
 
 from kvferry.errors import TransferFailed
 from kvferry.linker.linker import Linker
-from kvferry.linker.sglang_jobs import Job, Opener
+from kvferry.linker.sglang_jobs import Job, Opener, without_frames
 from kvferry.linker.sglang_ranks import Ranks
 from kvferry.linker.sglang_transfers import Pages
 from kvferry.linker.streams import Fence
@@ -43,6 +43,7 @@ class Offload(Job[Transfer]):
         try:
             failures = self.handle.result(0.0).failures
         except TransferFailed as error:
+            without_frames(error)
             return str(error)
         if not failures:
             return ""

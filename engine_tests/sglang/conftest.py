@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,15 +21,18 @@ import standins  # noqa: E402
 standins.install()
 warnings.filterwarnings("ignore", module="sglang")
 
+from hooked import Hooked  # noqa: E402
+from kinds import KINDS  # noqa: E402
 from sglang.srt.arg_groups import overrides  # noqa: E402
 from sglang.srt.mem_cache.cpp_utils import native_hash  # noqa: E402
 from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
+from tree import Engine  # noqa: E402
 
+from kvferry.linker import sglang  # noqa: E402
 from kvferry.linker.master import LocalMaster  # noqa: E402
+from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore  # noqa: E402
 from kvferry.linker.owner import LocalOwner  # noqa: E402
-
-if TYPE_CHECKING:
-    from tree import Engine
+from kvferry.linker.sglang_ranks import Ranks  # noqa: E402
 
 native_hash._load_native_hash_module = lambda: standins.PageHash
 TEST_LIMIT_S = 120.0
@@ -59,14 +62,29 @@ def master_address() -> Iterator[str]:
         yield master.address
 
 
+class SharedClient(Hooked):
+    """The session's client, of which each engine has its own calls: connecting takes a while."""
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Leave the client to the others."""
+
+
+@pytest.fixture(scope="session")
+def client(master_address: str) -> Iterator[MooncakeStore]:
+    """A client of the master, for all engines but those that want one of their own."""
+    with MooncakeStore(MooncakeConfig(master_address, segment_bytes=0)) as store:
+        yield store
+
+
 @pytest.fixture
 def make(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., "Engine"]]:
-    """Makes engines by the name of their pools, closed after the test; all in one namespace."""
-    from kinds import KINDS
-    from tree import Engine
+) -> Iterator[Callable[..., Engine]]:
+    """Makes engines by the name of their pools, closed after the test; all in one namespace.
 
+    `master` is the address of another master than the session's; the engine's client is its own
+    then, and with `own_client`.
+    """
     engines = []
     namespace = f"test-{next(_names)}"
 
@@ -75,17 +93,25 @@ def make(
         core: str = "python",
         *,
         master: str | None = None,
+        own_client: bool = False,
+        ranks: Ranks | None = None,
         settings: dict[str, Any] | None = None,
         **more: Any,
     ) -> Engine:
-        if name == "hnd":
-            monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
-        extra = {
-            "master_server_address": master or request.getfixturevalue("master_address"),
-            "namespace": namespace,
-            **(settings or {}),
-        }
-        engines.append(Engine(KINDS[name](), core, extra, **more))
+        address = master or request.getfixturevalue("master_address")
+        extra = {"master_server_address": address, "namespace": namespace, **(settings or {})}
+        with monkeypatch.context() as patched:
+            if name == "hnd":
+                patched.setenv("SGLANG_USE_HND_KVCACHE", "1")
+            if ranks is not None:
+                patched.setattr(sglang, "ranks_of", lambda *_: ranks)
+            if master or own_client:
+                connect = lambda config: Hooked(MooncakeStore(config))  # noqa: E731
+            else:
+                client = request.getfixturevalue("client")
+                connect = lambda _: SharedClient(client)  # noqa: E731
+            patched.setattr(sglang, "MooncakeStore", connect)
+            engines.append(Engine(KINDS[name](), core, extra, **more))
         return engines[-1]
 
     yield make

@@ -168,6 +168,13 @@ def packed_drafts_kind() -> Kind:
     return latents(pool, packed=(big_dsa(1), big_dsa(1)))
 
 
+def mha_draft_kind() -> Kind:
+    """Full attention, and a draft model's layer in the target's objects."""
+    kind = plain_mha()
+    kind.packed = (mha(layer_num=1, size=NUM_PAGES * P),)
+    return kind
+
+
 def sidecar_draft_kind() -> Kind:
     """A draft model of another kind than the target's."""
     draft = mha(layer_num=2, head_num=1, head_dim=8, size=NUM_PAGES * P)
@@ -246,6 +253,19 @@ def gdn_kind(page_size: int = P) -> Kind:
 def gdn_page1_kind() -> Kind:
     """Full attention and states, every token a page."""
     return gdn_kind(1)
+
+
+def empty_layers_kind() -> Kind:
+    """Full attention and states, and layers between them that own nothing."""
+    requests = state_requests(hybrids.gdn_params([0]))
+    pool = hybrids.hybrid(requests, [3], size=NUM_PAGES * P)
+    wait_until = pool._wait_for_layer
+
+    def read_layer(layer: int) -> object:
+        attention = pool.get_kv_buffer if layer == 3 else wait_until
+        return read_states(requests, attention, [0])(layer)
+
+    return Kind(pool, requests, full_allocator(pool), 4, read_layer)
 
 
 def kda_mla_kind() -> Kind:

@@ -27,3 +27,17 @@ def test_round_trip(name: str, core: str, make: Make) -> None:
     again = engine.match(prompt)
     assert (again.hit, again.match.host_hit_length) == (5 * page_size, 0)
     engine.settle()
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_keys_of_pairs_of_tokens(core: str, make: Make) -> None:
+    engine = make("packed_drafts", core, params={"is_eagle": True})
+    prompt = tokens(4 * 64 + 1)  # as many pairs as four pages have
+    slots = engine.allocate(4 * 64)
+    engine.compute(prompt, slots)
+    engine.insert(prompt, slots)
+    engine.settle()
+    engine.flush()
+    request = engine.match(prompt)
+    assert request.match.host_hit_length == 4 * 64
+    engine.load(request)

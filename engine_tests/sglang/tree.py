@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hooked import Hooked
 from kinds import Kind
 from prove import Memory, memory_of
 from sglang.srt.managers.schedule_batch import ReqKvInfo
@@ -104,6 +105,7 @@ class Engine:
         kind: its pools.
         cache: SGLang's prefix tree.
         linker: kvferry's.
+        store: its Mooncake client, whose calls a test can hold or break.
         layout: of its pools.
         memory: all of the pools' bytes.
     """
@@ -173,6 +175,7 @@ class Engine:
         self.cache.init_cache_linker(self.linker)
         # As SGLang's registry does.
         kind.kvcache.register_layer_transfer_counter(self.cache.linker.layer_done_counter)
+        self.store: Hooked = self.linker._store
         self.layout = self.linker.linker.layout
         self.memory: Memory = memory_of(self.layout)
         self.memory.fill(POISON)
