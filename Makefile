@@ -9,7 +9,7 @@ READY_VLLM := .venv-vllm/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm-pools check doctor bench-host bench-transport bench-layers bench-sglang bench-overlap inspect inspect-newest bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
+.PHONY: help demo test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm-pools check doctor bench-host bench-transport bench-layers bench-sglang bench-overlap inspect inspect-newest tune bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -74,6 +74,9 @@ inspect: $(READY) ## compile every kernel for five GPUs, tabulate, check thresho
 
 inspect-newest: $(READY_NEWEST) ## the same by the newest Triton
 	.venv-newest/bin/python -m kvferry.tuning inspect $(if $(ONLY),--only '$(ONLY)')
+
+tune: $(READY) ## measure launch numbers on this machine's GPU (OUT=folder, LIMIT=seconds)
+	$(BIN)/python -m kvferry.tuning sweep $(if $(OUT),--out '$(OUT)') $(if $(LIMIT),--limit-s $(LIMIT))
 
 bench-sass: $(READY) ## machine code of the kernels, by compiling alone
 	$(BIN)/python benchmarks/bench_sass.py
