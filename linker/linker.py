@@ -273,7 +273,7 @@ class Linker:
             ArgumentError: a key is not usable, or occurs twice.
         """
         page_keys = check_page_keys(keys)
-        if not page_keys:
+        if not page_keys or not self._store.available:  # whatever is remembered
             return []
         rows = {space: self.keys.object_keys(page_keys, space) for space in self.layout.spaces}
         try:

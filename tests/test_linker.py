@@ -304,6 +304,16 @@ def test_an_outage_is_a_miss_for_lookups_and_a_failure_for_transfers(bed: Bed) -
     bed.check(32, range(2))
 
 
+def test_what_is_remembered_counts_for_nothing_during_an_outage(bed: Bed) -> None:
+    linker = bed.linker(lookup_ttl_s=60.0)
+    linker.save(keys(2), bed.fill(0, 2)).result()
+    assert linker.lookup(keys(2)) == [1, 2]
+    bed.store.available = False
+    assert linker.lookup(keys(2)) == []
+    bed.store.available = True
+    assert linker.lookup(keys(2)) == [1, 2]
+
+
 def test_a_bug_in_the_worker_fails_one_transfer_and_not_the_next(
     bed: Bed, caplog: pytest.LogCaptureFixture
 ) -> None:
