@@ -13,7 +13,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from linker_bed import Bed
-from rank_worker import Ranks, ranks_of
+from rank_processes import Ranks, ranks_of
+from rank_worker import Worker
 
 from kvferry.linker.master import LocalMaster
 from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
@@ -81,7 +82,7 @@ def mooncake_store(local_master: LocalMaster, local_owner: LocalOwner) -> Iterat
 @pytest.fixture(scope="session")
 def rank_pair(local_master: LocalMaster, local_owner: LocalOwner) -> Iterator[Ranks]:
     """Two ranks of an engine, each in a process of its own."""
-    with ranks_of(2, local_master.address) as ranks:
+    with ranks_of(Worker, 2, local_master.address) as ranks:
         yield ranks
 
 

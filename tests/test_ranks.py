@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from rank_worker import Ranks
+from rank_processes import Ranks
 
 pytestmark = pytest.mark.mooncake
 

@@ -3,7 +3,8 @@
 import itertools
 
 import pytest
-from rank_worker import Ranks, ranks_of, sums
+from rank_processes import Ranks, ranks_of
+from rank_worker import Worker, sums
 
 from kvferry.linker.master import LocalMaster
 from kvferry.linker.owner import LocalOwner
@@ -205,7 +206,7 @@ def test_a_pause_shorter_than_the_limit_is_waited_for(rank_pair: Ranks) -> None:
 def test_a_rank_that_is_killed_or_stopped_holds_the_others_up_once(
     local_master: LocalMaster, local_owner: LocalOwner, size: int, rank: int, what: str
 ) -> None:
-    with ranks_of(size, local_master.address) as ranks:
+    with ranks_of(Worker, size, local_master.address) as ranks:
         saved(ranks, timeout_s=2.0)
         ranks.all("count_reads")
         whole = [(KEYS, HERE[one % 2]) for one in range(size)]
