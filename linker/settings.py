@@ -44,7 +44,12 @@ def _typed(name: str, value: Any, field: "Field[Any]") -> Any:
     elif name == "groups":
         good = value is None or (
             isinstance(value, list)
-            and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+            and all(
+                isinstance(pair, list)
+                and len(pair) == 2
+                and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in pair)
+                for pair in value
+            )
         )
     else:
         good = isinstance(value, (int, float)) and not isinstance(value, bool)

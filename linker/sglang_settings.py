@@ -150,13 +150,15 @@ def _store_values(extra: Mapping[str, Any], environment: Mapping[str, str]) -> d
     if not named and path:
         source, where = {**extra, **_file(Path(path))}, f"{CONFIG_FILE}={path}"
     values = {}
+    # A host's own name is its own, whatever a launch line says that many hosts share.
+    own_name = environment.get("MOONCAKE_LOCAL_HOSTNAME") or environment.get("LOCAL_HOSTNAME")
     for name, (variable, default) in _VARIABLES.items():
         value = source.get(name)
-        # A host's own name is its own in any case, and no source has to repeat what is set here.
-        if environment.get(variable) and (value is None or name == "local_hostname"):
+        if name == "local_hostname":
+            value = own_name or value
+        # No source has to repeat what is set here.
+        elif environment.get(variable) and value is None:
             value = environment[variable]
-        if value is None and name == "local_hostname":
-            value = environment.get("LOCAL_HOSTNAME")
         values[name] = default if value is None else value
     if values["client_server_address"] or _is_true(values["standalone_storage"]):
         raise ArgumentError(
