@@ -4,14 +4,13 @@ It waits on barriers in shared memory, which a fault could leave waiting for eve
 of its own, whose end at its limit harms no other.
 """
 
-from dataclasses import fields
-
 import torch
 from gpu_cases import GQA, MLA, Case, gb_per_s
 from gpu_moves import Way, guarded_layout, round_trip
 from gpu_part import Check, Skipped
 
 from kvferry.errors import ArgumentError
+from kvferry.kernels.bulk import _move_bulk_kernel, check_device
 from kvferry.kernels.handles import Launch
 from kvferry.kernels.pack import Packer
 from kvferry.launch import LaunchConfig
@@ -29,12 +28,8 @@ def run(check: Check) -> None:
 
     What was asked for by bulk copies must have gone by them: their launches are counted.
     """
-    if "form" not in {field.name for field in fields(LaunchConfig)}:
-        raise Skipped("this checkout has no bulk copies")
     if not check.on_gpu:
         raise Skipped("needs a GPU of capability 9.0 or newer: no interpreter knows bulk copies")
-    from kvferry.kernels.bulk import _move_bulk_kernel, check_device
-
     try:
         check_device(check.device)
     except ArgumentError as error:

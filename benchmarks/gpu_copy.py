@@ -43,7 +43,7 @@ def _time(check: Check, way: str, target: torch.Tensor, source: torch.Tensor) ->
         {way: [lambda: target.copy_(source, non_blocking=True)]}, check.device,
         num_rounds=15 if check.on_gpu else 2,
     )  # fmt: skip
-    assert torch.equal(target.cpu(), source.cpu()), f"{way}: the copy differs from its source"
+    assert torch.equal(target.to(source.device), source), f"{way}: the copy differs from its source"
     timing = timing_of(samples[way])
     rate = gb_per_s(source.numel(), timing.median_us)
     check.row(

@@ -72,7 +72,7 @@ def facts() -> dict[str, Any]:
             "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
-            "l2_bytes": properties.L2_cache_size,
+            "l2_bytes": getattr(properties, "L2_cache_size", 0),  # AMD's may name none
             "driver": listed[0].rpartition(", ")[2] if listed else "unknown",
         }
     return found
