@@ -286,6 +286,15 @@ class Linker:
             dict(zip(rows, table, strict=True)), window_pages=self.layout.window_pages
         )
 
+    def distrust(self, keys: Sequence[str]) -> None:
+        """Count pages as missing for `miss_ttl_s`, or until they are written anew.
+
+        Args:
+            keys: page keys, whose objects may be there or not.
+        """
+        for space in self.layout.spaces:
+            self._existence.mark_failed(self.keys.object_keys(keys, space))
+
     def close(self, timeout_s: float = 60.0) -> None:
         """Finish what was enqueued, end the threads, take back the registration. Idempotent.
 

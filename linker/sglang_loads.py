@@ -14,6 +14,9 @@ from kvferry.linker.sglang_jobs import Job, Opener, without_frames
 from kvferry.linker.sglang_transfers import COPY_LIMIT_S, Pages
 from kvferry.linker.streams import Fence, current_stream_id
 
+STORE_CAUSES = frozenset({"transport", "unavailable", "deadline", "session lost"})
+"""Causes that say more about the store than about the object that failed."""
+
 
 class Batch(Job[LayerLoad]):
     """The loads of one forward pass.
@@ -106,6 +109,11 @@ class Loads:
             return None
         error = batch.verdict(COPY_LIMIT_S + self._linker.config.transfer_timeout_s)
         del self._running[index]
+        if error is not None and error.cause in STORE_CAUSES:
+            # SGLang ends all requests of the batch, tried or not. Asked again, none of them must
+            # fail a second time by another page of the same lost owner.
+            for pages in batch.requests.values():
+                self._linker.distrust(pages.keys)
         return error
 
     def reset(self, reason: str) -> None:

@@ -314,6 +314,17 @@ def test_what_is_remembered_counts_for_nothing_during_an_outage(bed: Bed) -> Non
     assert linker.lookup(keys(2)) == [1, 2]
 
 
+def test_pages_that_are_not_trusted_are_missing_until_written_anew(bed: Bed) -> None:
+    linker = bed.linker()
+    linker.save(keys(3), bed.fill(0, 3)).result()
+    linker.distrust(keys(3)[2:])
+    assert linker.lookup(keys(3)) == [1, 2]
+    for space in bed.layout.spaces:
+        bed.store.remove(linker.keys.object_keys(keys(3)[2:], space), force=True)
+    linker.save(keys(3), ids(bed, 0, 3)).result()
+    assert linker.lookup(keys(3)) == [1, 2, 3]
+
+
 def test_a_bug_in_the_worker_fails_one_transfer_and_not_the_next(
     bed: Bed, caplog: pytest.LogCaptureFixture
 ) -> None:
