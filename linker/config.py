@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from kvferry.errors import ArgumentError
 from kvferry.linker.counter_sets import WAITS
 
+DIRECT = ("auto", "never")
+
 
 @dataclass(frozen=True)
 class LinkerConfig:
@@ -23,6 +25,9 @@ class LinkerConfig:
         max_queued: transfers that may wait in each direction; more are refused.
         integrity: whether objects carry a trailer with a checksum, and loads verify it before a
             byte reaches the pools. The same on all that share objects.
+        direct: `auto`: saves go straight from the pools where pages lie there in one piece of at
+            least `min_direct_bytes` and `integrity` is off, see `direct`; or `never`.
+        min_direct_bytes: shorter pages are packed all the same: they travel faster side by side.
         backend: how pages are packed; see `Packer.pack`.
         max_programs: programs that a pack or unpack has at most, beside a running model; 0 for no
             bound.
@@ -46,6 +51,8 @@ class LinkerConfig:
     miss_ttl_s: float = 5.0
     max_queued: int = 1024
     integrity: bool = True
+    direct: str = "auto"
+    min_direct_bytes: int = 256 << 10
     backend: str = "auto"
     max_programs: int = 0
     groups: tuple[tuple[int, int], ...] | None = None
@@ -65,8 +72,16 @@ class LinkerConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ArgumentError(f"{name} is {value}, wanted a positive number")
-        for name in ("lookup_ttl_s", "miss_ttl_s", "fetch_ahead", "max_programs"):
+        for name in (
+            "lookup_ttl_s",
+            "miss_ttl_s",
+            "fetch_ahead",
+            "max_programs",
+            "min_direct_bytes",
+        ):
             if getattr(self, name) < 0:
                 raise ArgumentError(f"{name} is {getattr(self, name)}, wanted 0 or more")
+        if self.direct not in DIRECT:
+            raise ArgumentError(f"direct is {self.direct!r}, wanted one of {DIRECT}")
         if self.wait not in WAITS:
             raise ArgumentError(f"wait is {self.wait!r}, wanted one of {WAITS}")

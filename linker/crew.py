@@ -13,6 +13,7 @@ from kvferry.kernels.pack import Packer
 from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
 from kvferry.linker.counter_sets import CounterSet, CounterSets
+from kvferry.linker.direct import DirectSaver, direct_saver
 from kvferry.linker.keys import KeyScheme
 from kvferry.linker.layer_load import LayerLoad
 from kvferry.linker.layer_loader import LayerLoader
@@ -106,11 +107,14 @@ class Crew:
             fetch_ahead=config.fetch_ahead,
             sharing=sharing,
         )
+        self._direct = direct_saver(
+            layout, store, existence, config, part_bytes=part_bytes, trace=trace
+        )
         self._whole: dict[str, Worker[Transfer]] = {}
         for kind in ("save", "load"):
             mover = Mover(**means(Lane(layout.device)))
             self._whole[kind] = Worker(
-                f"kvferry-{kind}", partial(self._carry_out, mover), mover.lane.adopt_device
+                f"kvferry-{kind}", partial(self._carry_out_whole, mover), mover.lane.adopt_device
             )
         self._layer_saves: Worker[LayerSave] = Worker(
             "kvferry-save-layers", partial(self._carry_out, saver), save_lane.adopt_device
@@ -176,6 +180,8 @@ class Crew:
         for wire in self._wires:
             wire.close()
         self._counters.close()
+        if self._direct is not None:
+            self._direct.close()
 
     def _enqueue(self, worker: Worker[JobT], job: JobT) -> None:
         with self._accepting:
@@ -190,7 +196,14 @@ class Crew:
 
     # ---- in the workers' threads ----
 
-    def _carry_out(self, mover: Mover | LayerSaver, transfer: Any) -> None:
+    def _carry_out_whole(self, mover: Mover, transfer: Transfer) -> None:
+        direct = self._direct
+        if transfer.kind == "save" and direct is not None and direct.takes(transfer):
+            self._carry_out(direct, transfer)
+        else:
+            self._carry_out(mover, transfer)
+
+    def _carry_out(self, mover: Mover | LayerSaver | DirectSaver, transfer: Any) -> None:
         transfer.timings.queue_us = transfer.age_us
         with _ending(transfer, transfer.kind):
             transfer.check_going()

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -131,18 +131,7 @@ class Mover:
             transfer.timings.seal_us += _us_since(begin)
         put = partial(self._store.put, absent=True)  # `_save` has just asked
         results = self._call(transfer, put, item, (Outcome.NO_SPACE, Outcome.FAILED))
-        progress, stored = transfer.progress, []
-        for key, result in zip(item.part.keys, results, strict=True):
-            if result.outcome is Outcome.STORED:
-                progress.num_objects += 1
-                progress.num_bytes += item.part.object_bytes
-                stored.append(key)
-            elif result.outcome is Outcome.EXISTS:
-                progress.num_existing += 1
-                stored.append(key)
-            else:
-                progress.failures[key] = reason_of(result)
-        self._existence.mark_stored(stored)
+        count_stored(transfer, self._existence, item.part, results)
         self._release(staged.popleft())
 
     def _load(self, transfer: Transfer, staged: deque[_Staged]) -> None:
@@ -295,6 +284,29 @@ class Mover:
     def _release(self, item: _Staged) -> None:
         wait(item.fence)
         item.span.release(after_s=item.attempts.drain_s)
+
+
+def count_stored(
+    transfer: Transfer,
+    existence: ExistenceCache,
+    part: SpacePlan,
+    results: Sequence[ObjectResult],
+) -> int:
+    """Enter what came of a part's put; return how many objects this save has stored."""
+    progress, known, num_stored = transfer.progress, [], 0
+    for key, result in zip(part.keys, results, strict=True):
+        if result.outcome is Outcome.STORED:
+            num_stored += 1
+            known.append(key)
+        elif result.outcome is Outcome.EXISTS:
+            progress.num_existing += 1
+            known.append(key)
+        else:
+            progress.failures[key] = reason_of(result)
+    progress.num_objects += num_stored
+    progress.num_bytes += num_stored * part.object_bytes
+    existence.mark_stored(known)
+    return num_stored
 
 
 def _us_since(begin: float) -> float:

@@ -35,6 +35,7 @@ class Stats:
         self._objects = dict.fromkeys(KINDS, 0)
         self._bytes = dict.fromkeys(KINDS, 0)
         self._existing = dict.fromkeys(KINDS, 0)
+        self._direct = dict.fromkeys(KINDS, 0)
         self._failures: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
         self._seconds = {kind: dict.fromkeys(STAGES, 0.0) for kind in KINDS}
         self._durations = {kind: [0] * (len(BUCKETS_S) + 1) for kind in KINDS}
@@ -56,6 +57,7 @@ class Stats:
                 self._objects[kind] += outcome.num_objects
                 self._bytes[kind] += outcome.num_bytes
                 self._existing[kind] += outcome.num_existing
+                self._direct[kind] += outcome.num_direct
                 self._failures[kind].update(map(cause_of, outcome.failures.values()))
             seconds = self._seconds[kind]
             for stage in STAGES:
@@ -67,8 +69,9 @@ class Stats:
         """Return all counters of one moment, as a copy of plain dicts; each by kind first.
 
         `transfers` by outcome (`done`, `failed`), `objects`, `bytes`, `existing` (objects that a
-        save did not write again), `failures` by cause, `seconds` by stage of `Timings`, and
-        `durations`: for each of `BUCKETS_S`, and what is longer, how many took up to that long.
+        save did not write again), `direct` (those that it did not pack), `failures` by cause,
+        `seconds` by stage of `Timings`, and `durations`: for each of `BUCKETS_S`, and what is
+        longer, how many took up to that long.
         """
         with self._lock:
             return {
@@ -76,6 +79,7 @@ class Stats:
                 "objects": dict(self._objects),
                 "bytes": dict(self._bytes),
                 "existing": dict(self._existing),
+                "direct": dict(self._direct),
                 "failures": {kind: dict(self._failures[kind]) for kind in KINDS},
                 "seconds": {kind: dict(self._seconds[kind]) for kind in KINDS},
                 "durations": {kind: list(self._durations[kind]) for kind in KINDS},
@@ -95,6 +99,8 @@ class Stats:
             ("kvferry_bytes_total", "counter", "Their bytes.", _by(now, "bytes")),
             ("kvferry_existing_objects_total", "counter",
              "Objects that a save found in the store.", _by(now, "existing")),
+            ("kvferry_direct_objects_total", "counter",
+             "Objects that went straight from the pools.", _by(now, "direct")),
             ("kvferry_failures_total", "counter",
              "Failed transfers, and failed objects of saves.", _by(now, "failures")),
             ("kvferry_stage_seconds_total", "counter",

@@ -55,6 +55,7 @@ class TransferResult:
         num_objects: page objects that moved.
         num_bytes: their bytes.
         num_existing: objects that a save found in the store and did not write again.
+        num_direct: objects that went straight from the pools; see `direct`.
         failures: object key to reason, for objects that a save could not store. Empty for a load:
             one that misses an object fails as a whole.
         timings: where the time went.
@@ -65,6 +66,7 @@ class TransferResult:
     num_existing: int
     failures: dict[str, str]
     timings: Timings
+    num_direct: int = 0
 
 
 @dataclass
@@ -74,12 +76,18 @@ class Progress:
     num_objects: int = 0
     num_bytes: int = 0
     num_existing: int = 0
+    num_direct: int = 0
     failures: dict[str, str] = field(default_factory=dict)
 
     def result(self, timings: Timings) -> TransferResult:
         """Return what stands now."""
         return TransferResult(
-            self.num_objects, self.num_bytes, self.num_existing, dict(self.failures), timings
+            self.num_objects,
+            self.num_bytes,
+            self.num_existing,
+            dict(self.failures),
+            timings,
+            self.num_direct,
         )
 
 
