@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 LIMIT_S = 60.0
+START_LIMIT_S = 240.0  # a busy machine takes its time to import an engine
 Make = Callable[[int, int, str], Any]
 """Makes a worker of rank, number of ranks and the master's address; it has a method `join`."""
 
@@ -35,7 +36,12 @@ def join(rank: int, size: int, port: int) -> None:
 def serve(make: Make, rank: int, size: int, master_address: str, pipe: Connection) -> None:
     """Carry out what comes through a pipe, until it is closed."""
     torch.set_num_threads(1)
-    worker = make(rank, size, master_address)
+    try:
+        worker = make(rank, size, master_address)
+    except Exception:  # noqa: BLE001  the test's
+        pipe.send((0, False, traceback.format_exc()))
+        return
+    pipe.send((0, True, None))
     while True:
         try:
             number, name, arguments, options = pipe.recv()
@@ -62,7 +68,7 @@ class Ranks:
         self.size = size
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
-        self.sent = [0] * size
+        self.sent = [0] * size  # numbers of the last calls; 0 is that each is there
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -72,7 +78,13 @@ class Ranks:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        self.all("join", _free_port())
+        try:
+            for rank in range(size):
+                self.receive(rank, START_LIMIT_S)
+            self.all("join", _free_port())
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, rank: int, name: str, *arguments: Any, **options: Any) -> None:
         """Have one rank begin something."""
@@ -81,7 +93,7 @@ class Ranks:
 
     def receive(self, rank: int, limit_s: float = LIMIT_S) -> Any:
         """What came of it; an error of the rank's is raised here."""
-        number = 0
+        number = -1
         while number != self.sent[rank]:  # not what a test has left behind that failed
             if not self.pipes[rank].poll(limit_s):
                 raise TimeoutError(f"rank {rank} did not answer within {limit_s:g} s")
