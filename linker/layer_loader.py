@@ -20,7 +20,7 @@ from kvferry.linker.ranges import of_part, of_plans, of_rows, ranged
 from kvferry.linker.seal import Checked, Seal, wait
 from kvferry.linker.shared_reads import SharedLoad, SharedReads
 from kvferry.linker.staging import Span, StagingBuffer
-from kvferry.linker.store import GetSession, ObjectResult, Outcome, Store
+from kvferry.linker.store import FETCHED, GetSession, ObjectResult, Outcome, Store, all_are
 from kvferry.linker.streams import Lane
 from kvferry.linker.trace import Trace
 from kvferry.linker.transfer import Ended
@@ -108,7 +108,7 @@ class _Run:
             self._open()
             for part in (part for of_group in parts for part in of_group):
                 self._fetch(part)
-                while len(self._fetching) > loader._fetch_ahead:
+                while len(self._fetching) > loader._fetch_ahead or self._is_first_there():
                     self._land()
             while self._fetching:
                 self._land()
@@ -141,7 +141,7 @@ class _Run:
             batch.lack(batch.keys)
             return
         results = self._session.start_results()
-        if any(result.outcome is not Outcome.FETCHED for result in results):
+        if not all_are(results, FETCHED):
             batch.lack(
                 {
                     key
@@ -167,6 +167,13 @@ class _Run:
         self._fetching.append(item)
         item.call = self._loader._wire.call(partial(self._read, item))
 
+    def _is_first_there(self) -> bool:
+        """Whether the first group waits to be unpacked: a step waits for it, the wire does not."""
+        if self._next_group or not self._fetching:
+            return False
+        item = self._fetching[0]
+        return item.part.group == 0 and item.call is not None and item.call.done()
+
     @ranged(lambda _, item: of_part("wire", item.part, item.rows))
     def _read(self, item: StagedPart) -> list[ObjectResult]:
         """Fetch the open rows' ranges of a part; in a wire thread."""
@@ -176,8 +183,12 @@ class _Run:
         for piece, wanted in zip(part.pieces, item.rows, strict=True):
             plan_keys = self._load.rows[piece.space].plan.keys
             base = piece.addresses(item.span.address)
-            keys += [plan_keys[row] for row in wanted]
-            addresses += [base[row - piece.first_row] for row in wanted]
+            if len(wanted) == piece.num_rows:
+                keys += plan_keys[piece.first_row : piece.end_row]
+                addresses += base
+            else:
+                keys += [plan_keys[row] for row in wanted]
+                addresses += [base[row - piece.first_row] for row in wanted]
             sizes += [piece.range_bytes] * len(wanted)
             offsets += [piece.origin_bytes] * len(wanted)
         try:
