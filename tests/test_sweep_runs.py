@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from kvferry.kernels.device import PACK
 from kvferry.kernels.pack import Packer
@@ -37,184 +38,6 @@ def run(code: str, *arguments: str, env: dict[str, str]) -> subprocess.Completed
         [sys.executable, *command, *arguments],
         env=env, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-
-
-# ---- whole sweeps in the interpreter ----
-
-
-def test_a_sweep_ends_at_its_limit_and_goes_on_later(tmp_path: Path) -> None:
-    done = run("", "--out", str(tmp_path), "--limit-s", "2", env=INTERPRETED)
-    assert "the limit of 2 s was reached; --resume goes on from here" in done.stdout, done.stderr
-    assert done.returncode == 1
-    assert "no file: not one class of each direction is complete" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["CPU_interpreter.sweep.jsonl"]
-    lines = (tmp_path / "CPU_interpreter.sweep.jsonl").read_text().splitlines()
-    assert 1 <= len(lines) < NUM_GROUPS
-
-    done = run("", "--out", str(tmp_path), "--resume", env=INTERPRETED)
-    assert done.returncode == 0, done.stderr
-    if len(lines) > 1:
-        assert f"{len(lines) - 1} groups are in" in done.stdout
-    again = (tmp_path / "CPU_interpreter.sweep.jsonl").read_text().splitlines()
-    assert again[: len(lines)] == lines
-    assert len(again) == 1 + NUM_GROUPS
-
-    tuned = read_file(tmp_path / "CPU_interpreter.json")
-    assert (tuned.gpu, tuned.origin, tuned.device_names) == (INTERPRETER, "measured", ())
-    assert len(tuned.classes) == 2 * len(CPU.class_bytes) * len(CPU.budgets)
-    assert (tmp_path / "CPU_interpreter.png").read_bytes().startswith(b"\x89PNG")
-    # No device takes it, whatever folder it is in.
-    (tmp_path / "default.json").write_text((workload_configs() / "default.json").read_text())
-    assert for_device("cpu", tmp_path).gpu == for_device(INTERPRETER, tmp_path).gpu == "default"
-
-
-def workload_configs() -> Path:
-    from kvferry.tuned import CONFIGS
-
-    return CONFIGS
-
-
-FAULTY = """
-import sys
-from dataclasses import replace
-from kvferry.tuning import sweep, workload
-
-class Faulty(workload.Packer):
-    # Tiles of 8 KiB lose a byte, and those of 4 KiB do not compile under a budget.
-    def pack(self, ids, objects, **options):
-        config = self._config
-        if config.tile_bytes == 4096 and config.max_programs:
-            raise workload_error("no room")
-        super().pack(ids, objects, **options)
-        if config.tile_bytes == 8192:
-            objects[100] ^= 1
-
-from triton.errors import TritonError as workload_error
-workload.Packer = Faulty
-sweep.CPU = replace(sweep.CPU, class_bytes=(8192,), num_rounds=1)
-sys.exit(sweep.main(sys.argv[1:]))
-"""
-
-
-def test_a_candidate_whose_bytes_are_wrong_is_named_and_not_chosen(tmp_path: Path) -> None:
-    done = run(FAULTY, "--out", str(tmp_path), env=INTERPRETED)
-    assert done.returncode == 1, done.stderr
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
-    told = (
-        r"no budget, .*: 2 bytes of the objects are wrong, the first at 356 of [\d,]+",
-        r"2 programs, .*: TritonError: no room",
-        r"2 programs, .*: 2 bytes of the objects are wrong, the first at 356 of [\d,]+",
-    )
-    for line, tile_bytes, end in zip(failed, (8192, 4096, 8192), told, strict=True):
-        assert re.fullmatch(rf"FAILED pack tiles {tile_bytes} x 4 warps, {end}", line)
-    content = json.loads((tmp_path / "CPU_interpreter.json").read_text())
-    chosen = {
-        (one["direction"], one["max_programs"]): one["config"]["tile_bytes"]
-        for one in content["classes"]
-    }
-    assert chosen[("pack", 0)] == 4096
-    assert ("pack", 2) not in chosen
-    assert "left out: pack, 8 KiB, 2 programs: every candidate for tiles failed" in done.stdout
-    assert [f"FAILED {one}" for one in content["failed"]] == failed
-
-
-# ---- what the command refuses ----
-
-
-@pytest.mark.parametrize(
-    ("arguments", "env", "message"),
-    [
-        (["--gpu", "H100", "--dry-run"], COMPILED, "gpu is 'H100', wanted one of NVIDIA_A100, N"),
-        (["--gpu", "NVIDIA_H200", "--dry-run"], INTERPRETED, "TRITON_INTERPRET is set, wanted"),
-        ([], INTERPRETED, "configs, wanted another folder: an interpreter's figures must not be"),
-        (["--out", "CONFIGS"], INTERPRETED, "wanted another folder: an interpreter's figures"),
-        (["--out", "OUT/file"], INTERPRETED, "file, wanted a folder: File exists"),
-        (["--out", "OUT", "--limit-s", "0"], INTERPRETED, "limit-s is 0, wanted at least 1"),
-        (["--out", "OUT", "--gpu", "NVIDIA_H200"], INTERPRETED, "this is CPU_interpreter: --dry"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(
-    arguments: list[str], env: dict[str, str], message: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    from kvferry.tuning import sweep
-
-    (tmp_path / "file").touch()
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    if env is INTERPRETED:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    places = {"OUT": str(tmp_path), "CONFIGS": str(workload_configs())}
-    given = [
-        arg.replace(name, place) if arg.startswith(name) else arg
-        for arg in arguments
-        for name, place in [
-            next(((n, p) for n, p in places.items() if arg.startswith(n)), ("", ""))
-        ]
-    ]
-    assert sweep.main(given) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert told.out == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-# ---- dry runs ----
-
-
-def test_a_dry_run_says_what_would_be_done() -> None:
-    done = run("", "--dry-run", "--short", "--gpu", "NVIDIA_H200", env=COMPILED)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("NVIDIA H200, sm_90; plan short; ")
-    lines = done.stdout.splitlines()
-    out = [line for line in lines if " out: " in line]
-    timed = [line for line in lines if line.endswith("  timed")]
-    assert len(out) + len(timed) == len(SHORT.all_candidates()) == 48
-    assert any("pack tiles persistent" in line and "in flight, the best 32" in line for line in out)
-    # What a class is said to take adds up.
-    num_moves = 0
-    for direction in ("pack", "unpack"):
-        for budget, form in (("no budget", ""), ("4 programs", " persistent")):
-            (row,) = (line for line in lines if line.startswith(f"{direction}, {budget} "))
-            tiles, units = (
-                sum(line.startswith(f"{direction} {kernel}{form} ") for line in timed)
-                - (sum(line.startswith(f"{direction} {kernel} persistent") for line in timed)
-                   if not form else 0)
-                for kernel in (TILES, UNITS)
-            )  # fmt: skip
-            moves = (tiles + 3 + units) * SHORT.num_rounds
-            assert row.split()[-2:] == [str(tiles + 3 + units), str(moves)]
-            num_moves += moves * (2 if form else 1) * len(SHORT.class_bytes)
-    assert f"in all {num_moves:,} timed moves" in done.stdout
-    assert "«not measured»" in done.stdout
-    assert lines[-1].endswith("tuning/configs/NVIDIA_H200.json")
-
-
-AHEAD = """
-import os, stub_driver
-from kvferry.tuning.ahead import _compile
-from kvferry.tuning.derive import Candidate
-
-folder = os.environ["TRITON_CACHE_DIR"]
-candidate = Candidate("tiles", "pack", True, 8192, 4)
-for hint in (0, 1):
-    _compile(candidate, hint, "sm_90")
-for hint in (0, 1, 2):
-    before = len(os.listdir(folder))
-    constants = {**candidate.variant.constants, "CACHE": hint}
-    kernel = candidate.variant.kernel
-    arguments = [constants.get(param.name, 1 << 20) for param in kernel.params]
-    kernel.warmup(*arguments, grid=(1,), num_warps=4)
-    print(len(os.listdir(folder)) - before)
-"""
-
-
-def test_what_is_compiled_ahead_is_found_by_a_launch(tmp_path: Path) -> None:
-    env = {**COMPILED, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = run(AHEAD, env={**env, "PYTHONPATH": f"{TESTS}{os.pathsep}{env['PYTHONPATH']}"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    first, second, new = (int(line) for line in done.stdout.split())
-    assert (first, second) == (0, 0)
-    assert new > 0  # a hint that was not compiled ahead is compiled by the launch
 
 
 # ---- pools and objects ----
@@ -385,3 +208,190 @@ def test_moves_that_end_too_early_are_doubled(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(NotCoveredError, match="moves ended before the matmuls"):
         matmul_beside([gpu.move], 4000.0, torch.device("cuda", 0), num_rounds=5)
     assert gpu.num_moves < 2000
+
+
+# ---- what the command refuses ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        (["--gpu", "H100", "--dry-run"], COMPILED, "gpu is 'H100', wanted one of NVIDIA_A100, N"),
+        (["--gpu", "NVIDIA_H200", "--dry-run"], INTERPRETED, "TRITON_INTERPRET is set, wanted"),
+        ([], INTERPRETED, "configs, wanted another folder: an interpreter's figures must not be"),
+        (["--out", "CONFIGS"], INTERPRETED, "wanted another folder: an interpreter's figures"),
+        (["--out", "OUT/file"], INTERPRETED, "file, wanted a folder: File exists"),
+        (["--out", "OUT", "--limit-s", "0"], INTERPRETED, "limit-s is 0, wanted at least 1"),
+        (["--out", "OUT", "--gpu", "NVIDIA_H200"], INTERPRETED, "this is CPU_interpreter: --dry"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    arguments: list[str], env: dict[str, str], message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from kvferry.tuning import sweep
+
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if env is INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    places = {"OUT": str(tmp_path), "CONFIGS": str(workload_configs())}
+    given = [
+        arg.replace(name, place) if arg.startswith(name) else arg
+        for arg in arguments
+        for name, place in [
+            next(((n, p) for n, p in places.items() if arg.startswith(n)), ("", ""))
+        ]
+    ]
+    assert sweep.main(given) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# ---- dry runs ----
+
+
+def test_a_dry_run_says_what_would_be_done() -> None:
+    done = run("", "--dry-run", "--short", "--gpu", "NVIDIA_H200", env=COMPILED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("NVIDIA H200, sm_90; plan short; ")
+    lines = done.stdout.splitlines()
+    out = [line for line in lines if " out: " in line]
+    timed = [line for line in lines if line.endswith("  timed")]
+    assert len(out) + len(timed) == len(SHORT.all_candidates()) == 48
+    assert any("pack tiles persistent" in line and "in flight, the best 32" in line for line in out)
+    # What a class is said to take adds up.
+    num_moves = 0
+    for direction in ("pack", "unpack"):
+        for budget, form in (("no budget", ""), ("4 programs", " persistent")):
+            (row,) = (line for line in lines if line.startswith(f"{direction}, {budget} "))
+            tiles, units = (
+                sum(line.startswith(f"{direction} {kernel}{form} ") for line in timed)
+                - (sum(line.startswith(f"{direction} {kernel} persistent") for line in timed)
+                   if not form else 0)
+                for kernel in (TILES, UNITS)
+            )  # fmt: skip
+            moves = (tiles + 3 + units) * SHORT.num_rounds
+            assert row.split()[-2:] == [str(tiles + 3 + units), str(moves)]
+            num_moves += moves * (2 if form else 1) * len(SHORT.class_bytes)
+    assert f"in all {num_moves:,} timed moves" in done.stdout
+    assert "«not measured»" in done.stdout
+    assert lines[-1].endswith("tuning/configs/NVIDIA_H200.json")
+
+    if triton.__version__.startswith("3.6."):
+        guide = (TESTS.parent / "docs" / "tuning.md").read_text(encoding="utf-8")
+        command = "$ python -m kvferry.tuning sweep --dry-run --short --gpu NVIDIA_H200\n"
+        quoted = guide.partition(command)[2].partition("\n```")[0].splitlines()
+        assert len(quoted) > 20
+        rest = iter(lines)
+        for line in quoted:
+            assert line == "..." or line in rest, f"docs/tuning.md quotes {line!r}"
+
+
+AHEAD = """
+import os, stub_driver
+from kvferry.tuning.ahead import _compile
+from kvferry.tuning.derive import Candidate
+
+folder = os.environ["TRITON_CACHE_DIR"]
+candidate = Candidate("tiles", "pack", True, 8192, 4)
+for hint in (0, 1):
+    _compile(candidate, hint, "sm_90")
+for hint in (0, 1, 2):
+    before = len(os.listdir(folder))
+    constants = {**candidate.variant.constants, "CACHE": hint}
+    kernel = candidate.variant.kernel
+    arguments = [constants.get(param.name, 1 << 20) for param in kernel.params]
+    kernel.warmup(*arguments, grid=(1,), num_warps=4)
+    print(len(os.listdir(folder)) - before)
+"""
+
+
+def test_what_is_compiled_ahead_is_found_by_a_launch(tmp_path: Path) -> None:
+    env = {**COMPILED, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = run(AHEAD, env={**env, "PYTHONPATH": f"{TESTS}{os.pathsep}{env['PYTHONPATH']}"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second, new = (int(line) for line in done.stdout.split())
+    assert (first, second) == (0, 0)
+    assert new > 0  # a hint that was not compiled ahead is compiled by the launch
+
+
+# ---- whole sweeps in the interpreter ----
+
+
+def test_a_sweep_ends_at_its_limit_and_goes_on_later(tmp_path: Path) -> None:
+    done = run("", "--out", str(tmp_path), "--limit-s", "2", env=INTERPRETED)
+    assert "the limit of 2 s was reached; --resume goes on from here" in done.stdout, done.stderr
+    assert done.returncode == 1
+    assert "no file: not one class of each direction is complete" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["CPU_interpreter.sweep.jsonl"]
+    lines = (tmp_path / "CPU_interpreter.sweep.jsonl").read_text().splitlines()
+    assert 1 <= len(lines) < NUM_GROUPS
+
+    done = run("", "--out", str(tmp_path), "--resume", env=INTERPRETED)
+    assert done.returncode == 0, done.stderr
+    if len(lines) > 1:
+        assert f"{len(lines) - 1} groups are in" in done.stdout
+    again = (tmp_path / "CPU_interpreter.sweep.jsonl").read_text().splitlines()
+    assert again[: len(lines)] == lines
+    assert len(again) == 1 + NUM_GROUPS
+
+    tuned = read_file(tmp_path / "CPU_interpreter.json")
+    assert (tuned.gpu, tuned.origin, tuned.device_names) == (INTERPRETER, "measured", ())
+    assert len(tuned.classes) == 2 * len(CPU.class_bytes) * len(CPU.budgets)
+    assert (tmp_path / "CPU_interpreter.png").read_bytes().startswith(b"\x89PNG")
+    # No device takes it, whatever folder it is in.
+    (tmp_path / "default.json").write_text((workload_configs() / "default.json").read_text())
+    assert for_device("cpu", tmp_path).gpu == for_device(INTERPRETER, tmp_path).gpu == "default"
+
+
+def workload_configs() -> Path:
+    from kvferry.tuned import CONFIGS
+
+    return CONFIGS
+
+
+FAULTY = """
+import sys
+from dataclasses import replace
+from kvferry.tuning import sweep, workload
+
+class Faulty(workload.Packer):
+    # Tiles of 8 KiB lose a byte, and those of 4 KiB do not compile under a budget.
+    def pack(self, ids, objects, **options):
+        config = self._config
+        if config.tile_bytes == 4096 and config.max_programs:
+            raise workload_error("no room")
+        super().pack(ids, objects, **options)
+        if config.tile_bytes == 8192:
+            objects[100] ^= 1
+
+from triton.errors import TritonError as workload_error
+workload.Packer = Faulty
+sweep.CPU = replace(sweep.CPU, class_bytes=(8192,), num_rounds=1)
+sys.exit(sweep.main(sys.argv[1:]))
+"""
+
+
+def test_a_candidate_whose_bytes_are_wrong_is_named_and_not_chosen(tmp_path: Path) -> None:
+    done = run(FAULTY, "--out", str(tmp_path), env=INTERPRETED)
+    assert done.returncode == 1, done.stderr
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    told = (
+        r"no budget, .*: 2 bytes of the objects are wrong, the first at 356 of [\d,]+",
+        r"2 programs, .*: TritonError: no room",
+        r"2 programs, .*: 2 bytes of the objects are wrong, the first at 356 of [\d,]+",
+    )
+    for line, tile_bytes, end in zip(failed, (8192, 4096, 8192), told, strict=True):
+        assert re.fullmatch(rf"FAILED pack tiles {tile_bytes} x 4 warps, {end}", line)
+    content = json.loads((tmp_path / "CPU_interpreter.json").read_text())
+    chosen = {
+        (one["direction"], one["max_programs"]): one["config"]["tile_bytes"]
+        for one in content["classes"]
+    }
+    assert chosen[("pack", 0)] == 4096
+    assert ("pack", 2) not in chosen
+    assert "left out: pack, 8 KiB, 2 programs: every candidate for tiles failed" in done.stdout
+    assert [f"FAILED {one}" for one in content["failed"]] == failed
