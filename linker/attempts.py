@@ -15,6 +15,9 @@ SLOW_CALL_S = 1.0
 DRAIN_S = 60.0
 """How long such a transfer can still land: Mooncake gives one 30 to 60 s."""
 
+STILL_ARRIVING = "STILL_ARRIVING"
+"""Code of a failed object whose bytes may still land, however soon the call returned."""
+
 ItemT = TypeVar("ItemT")
 
 
@@ -70,6 +73,8 @@ class Attempts:
             failed = not _all_well(results) and any(
                 result.outcome is Outcome.FAILED for result in results
             )
+            if failed and any(result.code_name == STILL_ARRIVING for result in results):
+                self.drain_s = DRAIN_S
         finally:
             taken_s = time.perf_counter() - begin_s
             self.wire_us += taken_s * 1e6

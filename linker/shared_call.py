@@ -6,18 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.linker.attempts import chosen_of
+from kvferry.linker.attempts import STILL_ARRIVING, chosen_of
 from kvferry.linker.peers import Peers, PeersLost
 from kvferry.linker.shared_parts import (
     ENDED,
-    FETCHED,
     Told,
     are_same,
     cut_evenly,
     digest_of,
     runs_of,
 )
-from kvferry.linker.store import ObjectResult, Outcome
+from kvferry.linker.store import FETCHED, ObjectResult, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +136,7 @@ class SharedCall:
         except PeersLost as error:
             self._lose(error)
             if error.still_arriving:  # not to be read into by anybody now
-                lost = ObjectResult(Outcome.FAILED, "PEERS_LOST")
+                lost = ObjectResult(Outcome.FAILED, STILL_ARRIVING)
                 self._results |= dict.fromkeys(others, lost)
         if failure is not None:
             raise failure

@@ -13,8 +13,6 @@ from kvferry.linker.store import ObjectResult, Outcome
 ENDED = "ended"
 """What a rank tells in place of a call that it does not make any more."""
 
-FETCHED = ObjectResult(Outcome.FETCHED)
-
 
 @dataclass(frozen=True)
 class Told:

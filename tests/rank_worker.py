@@ -228,6 +228,11 @@ class Worker:
         assert self.shared is not None
         return vars(self.shared.counts)
 
+    def num_told(self) -> int:
+        """Keys in the store under the ranks' group, this moment."""
+        assert self.shared is not None
+        return int(self.shared._peers._store.num_keys())
+
     def is_lost(self) -> bool:
         """Whether reads are not shared any more."""
         assert self.shared is not None

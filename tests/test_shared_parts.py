@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import StoreUnavailable
+from kvferry.linker.attempts import Attempts
 from kvferry.linker.peers import Agreement, PeersLost
 from kvferry.linker.shared_call import Counts, LoadState, SharedCall
 from kvferry.linker.shared_parts import ENDED, Told, are_same, cut_evenly, digest_of, runs_of
@@ -131,7 +132,9 @@ def test_memory_that_may_still_be_written_is_not_read_into() -> None:
         return [ObjectResult(Outcome.FETCHED)] * len(keys)
 
     call, lost = made(Alone("arriving"), read)
-    results = call.together()
+    attempts = Attempts()
+    results = attempts.twice(lambda _: call.together(), list("abcd"), again=())
+    assert attempts.drain_s > 0  # nor given to another transfer before long
     assert [result.outcome for result in results] == [Outcome.FETCHED] * 2 + [Outcome.FAILED] * 2
     assert asked == ["a", "b"]
     assert len(lost) == 1

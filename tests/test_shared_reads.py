@@ -1,6 +1,7 @@
 """Reads that ranks share, in processes of their own: equal bytes, each read once, nobody hangs."""
 
 import itertools
+import time
 
 import pytest
 from rank_processes import Ranks, ranks_of
@@ -15,6 +16,8 @@ KEYS = [f"page-{number}" for number in range(12)]
 SAVED = list(range(1, 13))
 HERE = ([30 - number for number in range(12)], [20 + number for number in range(12)])
 """Where each rank loads to: pages differ between ranks."""
+QUICK_S = 12.0
+"""Less than ranks wait for each other, and more than a busy machine takes."""
 _names = itertools.count()
 
 
@@ -98,7 +101,7 @@ def test_a_rank_whose_store_is_away_fails_and_the_other_goes_on_alone(rank_pair:
     (first, first_s), (second, _) = rank_pair.each("timed_load", (KEYS, HERE[0]), (KEYS, HERE[1]))
     assert first == ""
     assert "cannot be reached" in second
-    assert first_s < 5
+    assert first_s < QUICK_S
     rank_pair.one(0, "check", HERE[0], SAVED)
     rank_pair.all("heal")
     before = rank_pair.all("counts")
@@ -116,7 +119,7 @@ def test_one_that_is_given_up_leaves_the_other_alone_at_once(rank_pair: Ranks, r
     other, other_s = rank_pair.one(1 - rank, "timed_load", KEYS, HERE[1 - rank])
     assert rank_pair.receive(rank) == "load was cancelled"
     assert other == ""
-    assert other_s < 5
+    assert other_s < QUICK_S
     rank_pair.one(1 - rank, "check", HERE[1 - rank], SAVED)
     assert rank_pair.all("is_lost") == [False, False]
     before = rank_pair.all("counts")
@@ -133,7 +136,7 @@ def test_one_that_never_begins_leaves_the_other_alone_at_once(rank_pair: Ranks, 
     other, other_s = rank_pair.one(1 - rank, "timed_load", KEYS, HERE[1 - rank])
     assert "given up by the test" in rank_pair.receive(rank)
     assert other == ""
-    assert other_s < 5
+    assert other_s < QUICK_S
     rank_pair.one(1 - rank, "check", HERE[1 - rank], SAVED)
     assert load(rank_pair) == ["", ""]
     check(rank_pair)
@@ -160,7 +163,7 @@ def test_one_that_has_fewer_calls_to_make_is_not_waited_for(rank_pair: Ranks) ->
         "timed_load", (KEYS, HERE[0]), (KEYS[:3], HERE[1][:3])
     )
     assert (first, second) == ("", "")
-    assert first_s < 5
+    assert first_s < QUICK_S
     rank_pair.each("check", (HERE[0], SAVED), (HERE[1][:3], SAVED[:3]))
     assert load(rank_pair) == ["", ""]
     check(rank_pair)
@@ -176,21 +179,31 @@ def test_each_rank_verifies_the_bytes_that_came_to_it(rank_pair: Ranks) -> None:
 
 def test_a_rank_that_comes_too_late_reads_alone_like_the_one_that_waited(rank_pair: Ranks) -> None:
     saved(rank_pair, timeout_s=1.0)
-    rank_pair.one(1, "at_call", "read", 1, "delay", delay_s=2.5)
+    rank_pair.one(1, "at_call", "read", 1, "delay", delay_s=4)
     (first, first_s), (second, second_s) = rank_pair.each(
         "timed_load", (KEYS, HERE[0]), (KEYS, HERE[1])
     )
     assert (first, second) == ("", "")
     check(rank_pair)
-    assert 0.9 < first_s < 2.4
-    assert 2.4 < second_s < 5
-    assert rank_pair.one(0, "is_lost")
+    assert 0.9 < first_s < 3.9 < second_s
+    assert rank_pair.all("is_lost") == [True, False]
     rank_pair.all("heal")
-    for (answer, taken_s), pages in zip(
-        rank_pair.each("timed_load", (KEYS, HERE[0]), (KEYS, HERE[1])), HERE, strict=True
-    ):
-        assert (answer, taken_s < 0.9, len(pages)) == ("", True, 12)  # nobody waits any more
+    assert load(rank_pair) == ["", ""]
     check(rank_pair)
+    assert not rank_pair.one(1, "is_lost")  # it did not wait for rank 0, which reads alone now
+
+
+def test_what_was_told_of_old_loads_is_taken_back(rank_pair: Ranks) -> None:
+    saved(rank_pair)
+
+    def told_after(num_loads: int) -> int:
+        for _ in range(num_loads):
+            assert load(rank_pair) == ["", ""]
+        time.sleep(0.5)  # told and taken back behind the loads
+        return int(rank_pair.one(0, "num_told"))
+
+    several = told_after(10)
+    assert told_after(6) == several
 
 
 def test_a_pause_shorter_than_the_limit_is_waited_for(rank_pair: Ranks) -> None:
@@ -207,7 +220,7 @@ def test_a_rank_that_is_killed_or_stopped_holds_the_others_up_once(
     local_master: LocalMaster, local_owner: LocalOwner, size: int, rank: int, what: str
 ) -> None:
     with ranks_of(Worker, size, local_master.address) as ranks:
-        saved(ranks, timeout_s=2.0)
+        saved(ranks, timeout_s=3.0)
         ranks.all("count_reads")
         whole = [(KEYS, HERE[one % 2]) for one in range(size)]
         assert ranks.each("load", *whole) == [""] * size
@@ -220,7 +233,7 @@ def test_a_rank_that_is_killed_or_stopped_holds_the_others_up_once(
         for one in others:
             answer, taken_s = ranks.receive(one)
             assert answer == ""
-            assert taken_s < 4
+            assert taken_s < QUICK_S
             ranks.one(one, "check", whole[one][1], SAVED)
             assert ranks.one(one, "is_lost")
         for one in others:
@@ -228,5 +241,5 @@ def test_a_rank_that_is_killed_or_stopped_holds_the_others_up_once(
         for one in others:
             answer, taken_s = ranks.receive(one)
             assert answer == ""
-            assert taken_s < 1.5
+            assert taken_s < 2.9
             ranks.one(one, "check", whole[one][1], SAVED)
