@@ -4,8 +4,9 @@ Both are made in this one process, over the same pools of SGLang's own, and driv
 methods by the same `PoolTransfer`s, as the components of SGLang's prefix tree make them; the tree
 itself is left out, for it does the same for both. Three parts:
 
-- host: 32K tokens, against a client that answers at once and moves no bytes (`instant_client`).
-  What is left is Python. kvferry's kernels are launched on a stub driver, that launches nothing.
+- host: 32K tokens (8K of refused models), against a client that answers at once and moves no bytes
+  (`instant_client`). What is left is Python. kvferry's kernels are launched as on a GPU, on a stub
+  driver that launches nothing.
 - wire: a remote owner over TCP loopback, its segment warm. Every byte of every load is compared
   before a time is taken: source pages tell their place, destinations are poisoned.
 - models that SGLang's linker refuses, with what it says.
@@ -38,12 +39,12 @@ def main() -> int:
     """Print the tables and the bars."""
     load_sglang()
     from sglang.srt.runtime_context import get_context, get_parallel
-    from sglang_tables import measure
+    from sglang_tables import PLANS, TINY, measure
 
     with ExitStack() as stack:
         stack.enter_context(get_context().override_server_args())
         stack.enter_context(get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0, tp_size=1))
-        return measure(stack, is_tiny="--tiny" in sys.argv[1:])
+        return measure(TINY if "--tiny" in sys.argv[1:] else PLANS)
 
 
 if __name__ == "__main__":

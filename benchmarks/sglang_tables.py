@@ -1,7 +1,10 @@
 """What `bench_sglang` measures, its tables and its bars."""
 
+import gc
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -9,22 +12,42 @@ import sglang_sides as sides
 from bars import Bar, report
 from instant_client import InstantClient
 from sglang_host import HostCost, host_costs
-from sglang_models import MODELS, tiny
+from sglang_models import MODELS, Build, tiny
 from sglang_rounds import Rounds
 from sglang_wire import Times, run_rounds
 
 from kvferry.linker.master import LocalMaster
 
-TOKENS = 32768
 JUDGED = "DeepSeek-V3.2"
-SUPPORTED = (JUDGED, "DeepSeek-V4-Flash")
-HOST_ROUNDS = 9
-WIRE = ((32, 11), (128, 5), (512, 3))
-"""Pages of `JUDGED`, and rounds that count; the last are `TOKENS`, and are not judged."""
 LEASE_S = 600.0
 """Of the masters: past Mooncake's own 10 s SGLang's loads of 512 pages fail on a busy machine."""
-OTHER_PAGES, OTHER_ROUNDS = 32, 3
-"""Over the wire, of models that SGLang's linker refuses."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one model is measured.
+
+    Attributes:
+        build: makes its pools.
+        tokens: of the prefix whose Python is timed, 9 rounds.
+        wire: pages, and rounds that count, of each case over the wire.
+        judged: those pages that bars are about; the Python is judged too, if there are some.
+        is_refused: whether SGLang's linker does not take the model.
+    """
+
+    build: Build
+    tokens: int = 8192
+    wire: tuple[tuple[int, int], ...] = ((32, 3),)
+    judged: tuple[int, ...] = ()
+    is_refused: bool = False
+
+
+PLANS = {name: Plan(build, is_refused=True) for name, build in MODELS.items()} | {
+    JUDGED: Plan(MODELS[JUDGED], 32768, ((32, 11), (128, 5), (512, 3)), (32, 128)),
+    "DeepSeek-V4-Flash": Plan(MODELS["DeepSeek-V4-Flash"], 32768, ((128, 3),)),
+}
+TINY = {"tiny": Plan(tiny, 512, ((8, 2),), (8,))}
+HOST_ROUNDS = 9
 
 
 def host_rows(name: str, tokens: int, rounds: Rounds[HostCost]) -> list[dict[str, Any]]:
@@ -79,9 +102,13 @@ def host_bars(rounds: Rounds[HostCost]) -> list[Bar]:
 
 
 def wire_bars(num_pages: int, rounds: Rounds[Times]) -> list[Bar]:
-    """Return the bars of wall times: how often SGLang's is as long, within each round."""
+    """Return the bars of wall times: how often SGLang's is as long, within each round.
+
+    Like with like: SGLang's checks no sums, so the linker that the bars judge does not either. On a
+    CPU they are taken by numpy, after the copy; on a GPU by the copying kernel.
+    """
     return [
-        Bar(f"{name}_{num_pages}_pages", rounds.ratio(sides.KVFERRY, of), wanted, at_least=True)
+        Bar(f"{name}_{num_pages}_pages", rounds.ratio(sides.PLAIN, of), wanted, at_least=True)
         for name, of, wanted in (
             ("all_layers", lambda times: times.last_ms, 2.5),
             ("layer_0", lambda times: times.first_ms, 1.0),
@@ -105,35 +132,33 @@ def refusal(name: str, master_address: str) -> str:
     raise AssertionError(f"SGLang's linker takes {name}, wanted a refusal")
 
 
-def measure(stack: ExitStack, *, is_tiny: bool) -> int:
-    """Run all parts; return the exit status."""
-
-    def master() -> str:
-        """Start a master that knows no owner of an earlier part."""
-        return stack.enter_context(LocalMaster(lease_ttl_s=LEASE_S)).address
-
+def measure(plans: Mapping[str, Plan]) -> int:
+    """Run all plans, print the tables and the bars; return the exit status."""
     host, wire, refused, bars = [], [], [], []
-    for name, build in {"tiny": tiny}.items() if is_tiny else MODELS.items():
-        makers = sides.MAKERS if name in (*SUPPORTED, "tiny") else sides.OURS
-        page_size = build(1).page_size
-        num_pages = 8 if is_tiny else TOKENS // page_size
-        print(f"{name}, Python alone", file=sys.stderr, flush=True)
-        costs = host_costs(build, num_pages, 2 if is_tiny else HOST_ROUNDS, master(), makers)
-        host += host_rows(name, num_pages * page_size, costs)
-        cases = ((num_pages, OTHER_ROUNDS),)
-        if is_tiny:
-            cases = ((8, 2),)
-        elif name == JUDGED:
-            cases = WIRE
-        elif name not in SUPPORTED:
-            cases = ((OTHER_PAGES, OTHER_ROUNDS),)
-            refused.append({"model": name, "SGLang's linker says": refusal(name, master())})
-        if name in (JUDGED, "tiny"):
-            bars += host_bars(costs)
-        for case_pages, num_rounds in cases:
-            print(f"{name}, {case_pages} pages", file=sys.stderr, flush=True)
-            found = run_rounds(build, case_pages, num_rounds, master(), makers)
-            wire += wire_rows(name, case_pages, found)
-            if name == "tiny" or (name == JUDGED and case_pages < num_pages):
-                bars += wire_bars(case_pages, found[0])
+    for name, plan in plans.items():
+        makers = sides.OURS if plan.is_refused else sides.MAKERS
+        with _case(f"{name}, Python alone") as address:
+            num_pages = plan.tokens // plan.build(1).page_size
+            costs = host_costs(plan.build, num_pages, HOST_ROUNDS, address, makers)
+            host += host_rows(name, plan.tokens, costs)
+            if plan.judged:
+                bars += host_bars(costs)
+            if plan.is_refused:
+                refused.append({"model": name, "SGLang's linker says": refusal(name, address)})
+        for num_pages, num_rounds in plan.wire:
+            with _case(f"{name}, {num_pages} pages") as address:
+                found = run_rounds(plan.build, num_pages, num_rounds, address, makers)
+                wire += wire_rows(name, num_pages, found)
+                if num_pages in plan.judged:
+                    bars += wire_bars(num_pages, found[0])
     return report("sglang", host, bars, more=[wire, refused])
+
+
+@contextmanager
+def _case(what: str) -> Iterator[str]:
+    """Start a master of its own, and afterwards give the pools' memory back; yield its address."""
+    print(what, file=sys.stderr, flush=True)
+    with LocalMaster(lease_ttl_s=LEASE_S) as master:
+        yield master.address
+    gc.unfreeze()  # SGLang's linker froze all there was, so that no cycle would be found
+    gc.collect()
