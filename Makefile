@@ -10,7 +10,7 @@ READY_SGLANG_ENGINE := .venv-sglang-engine/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo demo-sglang test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm-pools check doctor bench-host bench-transport bench-layers bench-sglang bench-overlap inspect inspect-newest tune bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
+.PHONY: help demo demo-sglang test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm check doctor bench-host bench-transport bench-layers bench-sglang bench-overlap inspect inspect-newest tune bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -43,12 +43,12 @@ soak: $(READY) ## saves, loads, cancels and faults for MINUTES=10, every byte ch
 test-newest: $(READY_NEWEST) ## the kernels' tests with the newest Triton, in an environment of its own
 	KVFERRY_HYPOTHESIS=few .venv-newest/bin/python -m pytest $(NEWEST_TESTS)
 
-test-engines: test-sglang test-vllm-pools ## tests against the real engines, on a CPU
+test-engines: test-sglang test-vllm ## tests against the real engines, on a CPU
 
 test-sglang: $(READY_SGLANG) ## SGLang's own pools, and its prefix tree through a real Mooncake master
 	.venv-sglang/bin/python -m pytest engine_tests/sglang
 
-test-vllm-pools: $(READY_VLLM) ## layouts of vLLM's own caches, in an environment of its own
+test-vllm: $(READY_VLLM) ## vLLM's own caches, and its scheduler through a real Mooncake master
 	.venv-vllm/bin/python -m pytest engine_tests/vllm
 
 check: $(READY) ## lint, format and types

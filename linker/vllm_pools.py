@@ -105,11 +105,13 @@ def read_vllm_pools(
 
     Raises:
         LayoutError: an unknown kind of group, a layer without a tensor, a tensor without a group,
-            or a tensor that is not made of the group's blocks; names group and layer.
+            a tensor that is not made of the group's blocks, or groups whose blocks do not lie over
+            each other one by one; names group and layer.
     """
     num_blocks = required(kv_cache_config, "num_blocks")
     travels = set(required(kv_cache_config, "prefix_cacheable_group_ids"))
     groups, excluded = [], []
+    extents: list[_Extent] = []
     unread = dict(kv_caches)
     all_groups = list(required(kv_cache_config, "kv_cache_groups"))
     ids = [
@@ -137,6 +139,7 @@ def read_vllm_pools(
         memory = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors.values()}
         rest = sum(storage.nbytes() for storage in memory.values())
         rest -= num_blocks * read.layout.object_bytes[read.space]
+        extents += [_Extent.of(group_id, tensor, num_blocks) for tensor in tensors.values()]
         reason = "between the group's pages: padding, and room of groups with larger blocks"
         excluded.append(Excluded(f"group {group_id}", reason, rest))
     if unread:
@@ -144,6 +147,7 @@ def read_vllm_pools(
             f"kv_caches: layers {sorted(unread)} belong to no group, wanted every registered "
             f"tensor in one"
         )
+    _check_overlay(extents)
     return VllmPools(tuple(groups), tuple(excluded))
 
 
@@ -257,6 +261,59 @@ def _pages(group_id: int, name: str, tensor: torch.Tensor, num_blocks: int) -> t
         )
     parts = tensor.shape[0] // num_blocks
     return tensor if parts == 1 else tensor.view(num_blocks, parts, *tensor.shape[1:])
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """Memory of one layer's tensor.
+
+    Attributes:
+        group_id: the layer's group.
+        begin: address of the first byte.
+        end: address behind the last byte.
+        block_stride: bytes from one block to the next.
+    """
+
+    group_id: int
+    begin: int
+    end: int
+    block_stride: int
+
+    @classmethod
+    def of(cls, group_id: int, tensor: torch.Tensor, num_blocks: int) -> "_Extent":
+        """Measure a tensor of blocks."""
+        last = sum(
+            (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        size, begin = tensor.element_size(), tensor.data_ptr()
+        stride = tensor.stride(0) * (len(tensor) // num_blocks) * size
+        return cls(group_id, begin, begin + (last + 1) * size, stride)
+
+
+def _check_overlay(extents: Sequence[_Extent]) -> None:
+    """Refuse groups where a block of one lies over several of another's.
+
+    vLLM keeps a block in one group at a time, so that groups may share memory block by block. With
+    heads before blocks (LHBNC) and states, which have no heads, they share it in another way, and
+    blocks of one request would be overwritten by another's.
+    """
+    seen: set[tuple[int, int, int]] = set()
+    for one in extents:
+        if (one.group_id, one.begin, one.block_stride) in seen:
+            continue
+        seen.add((one.group_id, one.begin, one.block_stride))
+        for other in extents:
+            if (
+                one.group_id < other.group_id
+                and one.begin < other.end
+                and other.begin < one.end
+                and one.block_stride != other.block_stride
+            ):
+                raise LayoutError(
+                    f"groups {one.group_id} and {other.group_id} share memory in blocks of "
+                    f"{one.block_stride} and {other.block_stride} bytes, wanted equal ones: choose "
+                    "another kv_cache_layout"
+                )
 
 
 def _layer_id(name: str, first_layer: int) -> tuple[int, str]:

@@ -40,12 +40,36 @@ class _Known:
     load: LoadJob | None = None
 
 
+@dataclass
+class _Chosen:
+    """Blocks of a step's save.
+
+    Attributes:
+        room: how many there may be.
+        groups: group to page key to vLLM's block.
+    """
+
+    room: int
+    groups: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, group_id: int, key: str, block: Any) -> bool:
+        """Add a block, unless its key is there already; return whether there was room."""
+        blocks = self.groups.setdefault(group_id, {})
+        if key not in blocks:
+            if self.room <= 0:
+                return False
+            blocks[key] = block
+            self.room -= 1
+        return True
+
+
 class SchedulerSide:
     """One engine's plan of transfers. For the scheduler's thread alone.
 
     Attributes:
         prefixes: which prefixes can be restored.
-        num_skipped: blocks that were not saved, since saves in flight held too many already.
+        num_postponed: times that a block was not saved in a step, since saves in flight held too
+            many already; it is looked at again in the request's next step.
     """
 
     def __init__(
@@ -75,7 +99,7 @@ class SchedulerSide:
             max_held_share: of all blocks, what saves in flight may hold.
             hash_of: the hash that one of vLLM's blocks is kept under; None if under none.
         """
-        self.num_skipped = 0
+        self.num_postponed = 0
         self.prefixes = prefixes
         self._store = store
         self._num_workers = num_workers
@@ -184,7 +208,7 @@ class SchedulerSide:
         for request_id in gone & self._known.keys():
             self._known[request_id].num_seen.clear()
         loads, self._loads = self._loads, []
-        chosen: dict[int, dict[str, Any]] = {}  # group, page key, block
+        chosen = _Chosen(self._room())
         if self._pool is not None and self._table_of is not None:
             for request_id, num_tokens in num_scheduled.items():
                 known = self._known.get(request_id)
@@ -196,12 +220,18 @@ class SchedulerSide:
                     self._choose_states(known.request, offers, chosen)
         return StepJobs(loads, self._save_of(chosen))
 
+    def _room(self) -> int:
+        """Return how many more blocks saves may hold."""
+        if self._pool is None:
+            return 0
+        return int(self._max_held_share * len(self._pool.blocks)) - self._num_held_blocks
+
     def _choose(
         self,
         known: _Known,
         table: Sequence[Sequence[int]],
         num_tokens: int,
-        chosen: dict[int, dict[str, Any]],
+        chosen: "_Chosen",
     ) -> None:
         """Choose the blocks of a request that will be whole once this step has run."""
         request = known.request
@@ -219,7 +249,9 @@ class SchedulerSide:
                 # Blocks out of the window are the null block; some hashes are of parts of a block.
                 if ids[at] == NULL_BLOCK_ID or self._hash_of(block) != wanted:
                     continue
-                chosen.setdefault(group.group_id, {}).setdefault(wanted.hex(), block)
+                if not chosen.add(group.group_id, wanted.hex(), block):
+                    self.num_postponed += end - at
+                    return  # the rest of the prefix is of no use without this block
                 known.num_seen[group.group_id] = at + 1
             known.num_seen[group.group_id] = max(
                 known.num_seen[group.group_id], end - LOOK_BACK_BLOCKS
@@ -229,7 +261,7 @@ class SchedulerSide:
         self,
         request: Any,
         offers: Sequence[tuple[int, int, int]],
-        chosen: dict[int, dict[str, Any]],
+        chosen: "_Chosen",
     ) -> None:
         sizes = {group.group_id: group.block_tokens for group in self.prefixes.groups}
         for group_id, block_id, num_tokens in offers:
@@ -237,17 +269,15 @@ class SchedulerSide:
             if num_tokens % sizes.get(group_id, num_tokens + 1) or at >= len(request.block_hashes):
                 continue  # inside a block: no page of its own
             block, wanted = self._pool.blocks[block_id], request.block_hashes[at]
-            if block_id != NULL_BLOCK_ID and self._hash_of(block) == wanted:
-                chosen.setdefault(group_id, {}).setdefault(wanted.hex(), block)
+            if block_id == NULL_BLOCK_ID or self._hash_of(block) != wanted:
+                continue
+            if not chosen.add(group_id, wanted.hex(), block):
+                log.debug("state of %d tokens not saved: too many blocks are held", num_tokens)
 
-    def _save_of(self, chosen: Mapping[int, Mapping[str, Any]]) -> SaveJob | None:
-        """Make a save of blocks, and hold them; None if there are none, or too many are held."""
-        blocks = [block for group in chosen.values() for block in group.values()]
+    def _save_of(self, chosen: "_Chosen") -> SaveJob | None:
+        """Make a save of blocks, and hold them; None if there are none."""
+        blocks = [block for group in chosen.groups.values() for block in group.values()]
         if not blocks:
-            return None
-        if self._num_held_blocks + len(blocks) > self._max_held_share * len(self._pool.blocks):
-            self.num_skipped += len(blocks)
-            log.debug("%d blocks not saved: %d are held", len(blocks), self._num_held_blocks)
             return None
         self._pool.touch(blocks)
         self._num_saves += 1
@@ -255,7 +285,8 @@ class SchedulerSide:
         self._num_held_blocks += len(blocks)
         pages = {
             group_id: GroupPages(list(group), [block.block_id for block in group.values()])
-            for group_id, group in chosen.items()
+            for group_id, group in chosen.groups.items()
+            if group
         }
         return SaveJob(self._num_saves, pages)
 

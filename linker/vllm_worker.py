@@ -252,8 +252,9 @@ class WorkerSide:
 
     @property
     def num_saves_in_flight(self) -> int:
-        """Saves of groups that have not ended."""
-        return len(self._on_the_wire) + sum(map(len, self._saves.values()))
+        """Saves of groups that are not in the store yet."""
+        saves = [*self._on_the_wire, *(save for group in self._saves.values() for save in group)]
+        return sum(not save.done() for save in saves)
 
     # ---- the end ----
 

@@ -289,9 +289,12 @@ def test_saves_in_flight_hold_no_more_than_their_share() -> None:
         bed.tables[name] = (table,)
         bed.side.allocated(one, bed.tables[name], 0)
         bed.computed(one, FULL, table)
-    assert saved(bed.side.step({"a": 32}, (), {}).save) == [3, 4]
-    assert bed.side.step({"b": 32}, (), {}).save is None
-    assert (bed.side.num_skipped, bed.pool.held) == (2, [3, 4])
+    assert saved(bed.side.step({"a": 32, "b": 32}, (), {}).save) == [3, 4, 13]
+    assert (bed.side.num_postponed, bed.pool.held) == (1, [3, 4, 13])
+    one.num_computed_tokens = 32
+    assert bed.side.step({"b": 1}, (), {}).save is None
+    bed.side.saves_ended({1: 1})
+    assert saved(bed.side.step({"b": 1}, (), {}).save) == [14]
 
 
 def test_reset_deletes_the_models_objects() -> None:

@@ -166,3 +166,9 @@ def has_layout(specs: Mapping[str, KVCacheSpec], layout: KVCacheLayout) -> bool:
     """Whether vLLM can lay out pages of several sizes so."""
     sizes = {one.page_size_bytes for spec in specs.values() for one in iter_layer_specs(spec)}
     return len(sizes) == 1 or layout.is_block_compact
+
+
+def is_served(specs: Mapping[str, KVCacheSpec], layout: KVCacheLayout) -> bool:
+    """Whether vLLM has such a layout, and keeps blocks of different groups apart in it."""
+    has_states = any(isinstance(spec, MambaSpec) for spec in specs.values())
+    return has_layout(specs, layout) and not (has_states and layout is KVCacheLayout.LHBNC)
