@@ -288,7 +288,7 @@ class _Run:
 
     def _fail_rows(self, causes: dict[str, str]) -> None:
         """Fail the requests that need objects which cannot be had."""
-        self._loader._existence.mark_failed(causes)
+        self._loader._existence.mark_faults(causes)
         self._batch.fail(causes)
         self._check_going()
 

@@ -126,7 +126,7 @@ class _Run:
         """Return the plans of what the store does not have yet."""
         save, begin_s = self._save, time.perf_counter()
         keys = [key for plan in save.plans for key in plan.keys]
-        there = iter(self._saver._store.exists(keys))
+        there = iter(self._saver._existence.there(self._saver._store, keys))
         plans = [plan.select([not next(there) for _ in plan.keys]) for plan in save.plans]
         save.timings.lookup_us += _us_since(begin_s)
         missing = [plan for plan in plans if plan.keys]

@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from kvferry.causes import cause_of
 from kvferry.linker.store import Store
 
 MAX_REMEMBERED = 1 << 18
@@ -17,6 +18,7 @@ class ExistenceCache:
         self._answer_ttl_s = answer_ttl_s
         self._failure_ttl_s = failure_ttl_s
         self._known: dict[str, tuple[float, bool]] = {}
+        self._corrupted: set[str] = set()
         self._lock = threading.Lock()
 
     def ask(self, store: Store, keys: Sequence[str]) -> list[bool]:
@@ -44,6 +46,22 @@ class ExistenceCache:
         )
         return merged
 
+    def there(self, store: Store, keys: Sequence[str]) -> list[bool]:
+        """Return, per key, whether a save need not write the object; asks the store itself.
+
+        What a load found corrupted is removed first: who has the right bytes at hand writes them
+        anew. Else the object would fail every load of it for as long as it lives.
+
+        Raises:
+            StoreUnavailable, StoreClosed: as `Store.exists`.
+        """
+        with self._lock:
+            corrupted = self._corrupted.intersection(keys)
+            self._corrupted -= corrupted
+        if corrupted:
+            store.remove(sorted(corrupted), force=True)
+        return store.exists(keys)
+
     def mark_stored(self, keys: Iterable[str]) -> None:
         """Remember that these objects exist, whatever failed before."""
         with self._lock:
@@ -54,6 +72,16 @@ class ExistenceCache:
     def mark_failed(self, keys: Iterable[str]) -> None:
         """Remember that loading these objects failed: they count as missing for a while."""
         self._remember(((key, False) for key in keys), self._failure_ttl_s)
+
+    def mark_faults(self, causes: Mapping[str, str]) -> None:
+        """Remember that loading these objects failed, key to reason, and which were corrupted."""
+        self.mark_failed(causes)
+        with self._lock:
+            if len(self._corrupted) > MAX_REMEMBERED:
+                self._corrupted.clear()
+            self._corrupted.update(
+                key for key, cause in causes.items() if cause_of(cause) == "corrupted"
+            )
 
     def _remember(self, answers: Iterable[tuple[str, bool]], ttl_s: float) -> None:
         if ttl_s <= 0:

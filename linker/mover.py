@@ -95,7 +95,7 @@ class Mover:
     def _save(self, transfer: Transfer, staged: deque[_Staged]) -> None:
         for plan in transfer.plans:
             begin = time.perf_counter()
-            exists = self._store.exists(plan.keys)
+            exists = self._existence.there(self._store, plan.keys)
             transfer.timings.lookup_us += _us_since(begin)
             transfer.progress.num_existing += sum(exists)
             missing = plan.select([not there for there in exists])
@@ -160,7 +160,7 @@ class Mover:
             if causes:  # once more: it may have been evicted while it was read
                 causes = self._fetch(transfer, item) or self._verify(transfer, item)
         if causes:
-            self._existence.mark_failed(causes)
+            self._existence.mark_faults(causes)
             first = next(iter(causes))
             raise TransferFailed(
                 f"load failed: {len(causes)} of {len(item.part.keys)} objects could not be had, "

@@ -135,14 +135,29 @@ def test_an_object_that_is_evicted_between_match_and_load(
 @CORES
 @SPACES
 def test_a_corrupted_object(space: str, core: str, make: Make) -> None:
-    engine = make("swa_states", core, settings={"miss_ttl_s": 1.5, "lookup_ttl_s": 0.0})
+    engine = make("swa_states", core)
     prompt = filled(engine)
     corrupt(engine, prompt, 4, space)
     request = engine.match(prompt)
     assert engine.load_back(request) == len(prompt)
     fail_load(engine, request)
     assert engine.match(prompt).match.host_hit_length == 0, "known to be bad for a while"
-    wait_for(lambda: engine.match(prompt).match.host_hit_length > 0)
+    engine.flush()
+    engine.prefill(prompt)  # it is computed, and replaces what was bad
+    engine.settle()
+    engine.flush()
+    engine.load(engine.match(prompt))
+
+
+def test_a_corrupted_object_that_nobody_computes_anew(make: Make) -> None:
+    engine = make("mha", settings={"miss_ttl_s": 2.0})
+    prompt = filled(engine)
+    corrupt(engine, prompt, 1, "full")
+    request = engine.match(prompt)
+    assert engine.load_back(request) == len(prompt)
+    fail_load(engine, request)
+    assert engine.match(prompt).match.host_hit_length == 64, "known to be bad for a while"
+    wait_for(lambda: engine.match(prompt).match.host_hit_length == len(prompt))
 
 
 @CORES
