@@ -47,6 +47,7 @@ def shared_reads_of(
         return None
     group = getattr(params, "attn_tp_cache_group", None) or getattr(params, "tp_cache_group", None)
     everyone = dist.get_process_group_ranks(group)
+    dist.barrier(group)  # they may have been apart for as long as connecting to Mooncake takes
     peers = Peers(
         everyone[ranks.dcp[0] :: ranks.dcp[1]],
         staging.tensor.device,

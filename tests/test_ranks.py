@@ -1,9 +1,16 @@
 """Who writes and who reads an object where several ranks or engines are at it, in processes."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rank_processes import Ranks
+
+from kvferry.linker import sglang_sharing
+from kvferry.linker.sglang_ranks import Ranks as Place
+from kvferry.linker.sglang_sharing import shared_reads_of
+from kvferry.linker.staging import StagingBuffer
 
 pytestmark = pytest.mark.mooncake
 
@@ -104,6 +111,43 @@ def test_context_and_pipeline_ranks_keep_their_objects_apart(
     objects = [each["full"] for each in rank_pair.all("object_keys", KEYS)]
     assert set(objects[0]).isdisjoint(objects[1])
     assert all(f"{what}0of2" in key for key in objects[0])
+
+
+@pytest.mark.parametrize(
+    ("tp", "dcp", "together"),
+    [((2, 4), (0, 1), [4, 5, 6, 7]), ((2, 4), (0, 2), [4, 6]), ((3, 4), (1, 2), [5, 7])],
+)
+def test_ranks_that_share_reads_hold_the_same_objects(
+    monkeypatch: pytest.MonkeyPatch,
+    tp: tuple[int, int],
+    dcp: tuple[int, int],
+    together: list[int],
+) -> None:
+    made: list[tuple[list[int], float]] = []
+
+    def peers(ranks: list[int], device: torch.device, *, timeout_s: float) -> None:
+        made.append((ranks, timeout_s))
+
+    monkeypatch.setattr(sglang_sharing, "Peers", peers)
+    monkeypatch.setattr(sglang_sharing.dist, "get_process_group_ranks", lambda _: [4, 5, 6, 7])
+    monkeypatch.setattr(sglang_sharing.dist, "barrier", lambda _: None)
+    staging = StagingBuffer(1024, device=torch.device("cpu"))
+    params = SimpleNamespace(attn_tp_cache_group=object())
+    shared = shared_reads_of(params, Place(tp=tp, dcp=dcp), staging, {"full"}, 30.0)
+    assert shared is not None
+    assert made == [(together, 15.0)]
+
+
+@pytest.mark.parametrize(
+    ("place", "replicated"),
+    [(Place(), {"full"}), (Place((0, 2)), ()), (Place((0, 2), dcp=(0, 2)), {"full"})],
+)
+def test_where_nothing_is_alike_nothing_is_shared(
+    caplog: pytest.LogCaptureFixture, place: Place, replicated: set[str]
+) -> None:
+    staging = StagingBuffer(1024, device=torch.device("cpu"))
+    assert shared_reads_of(None, place, staging, replicated, 30.0) is None
+    assert "share_reads does nothing here" in caplog.text
 
 
 def test_a_rank_that_cannot_store_says_so_and_the_other_does_not(rank_pair: Ranks) -> None:
