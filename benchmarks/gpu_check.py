@@ -77,6 +77,8 @@ def environment(on_gpu: bool) -> dict[str, str]:
     kept["PYTHONUNBUFFERED"] = "1"
     if not on_gpu:
         kept["TRITON_INTERPRET"] = "1"
+        # Tensors are small, and threads that wait for each other cost more than they save.
+        kept.setdefault("OMP_NUM_THREADS", "1")
     return kept
 
 
