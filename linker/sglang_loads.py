@@ -37,6 +37,11 @@ class Batch(Job[LayerLoad]):
         if self.handle is not None:
             self.handle.wait_layer(layer)
 
+    def last_with(self, layer: int) -> int:
+        """Return the last layer that comes with a layer: of its group, once the load is begun."""
+        groups = () if self.handle is None else self.handle.groups
+        return next((end - 1 for first, end in groups if first <= layer < end), layer)
+
     def verdict(self, timeout_s: float) -> TransferFailed | None:
         """Wait until no page is touched any more; why the load failed, None if it did not."""
         self.wait_begun(timeout_s)
@@ -54,12 +59,16 @@ class Loads:
 
     Attributes:
         device: of the pools.
+        comes_by_group: whether who has waited for a layer has waited for its whole group.
     """
 
     def __init__(self, linker: Linker) -> None:
         """Start the thread that begins loads."""
         assert linker.layout.device is not None
         self.device = linker.layout.device
+        # Signals of a group follow its last unpack: on the host and by events one wait is for all
+        # its layers. Waits on the device may be captured in a graph, for other groups later on.
+        self.comes_by_group = linker.config.wait != "device"
         self._linker = linker
         self._queued: dict[str, Pages] = {}
         self._running: dict[int, Batch] = {}
@@ -179,8 +188,8 @@ class LayerDoneCounter:
     def wait_until(self, threshold: int) -> None:
         """Hold the forward pass until a layer may be read: its thread, or its stream.
 
-        Cheap when asked again for the same layer. Bounded, and never raises for a load that failed:
-        the forward pass goes on, and the batch's verdict tells.
+        Cheap when asked again for the same layer, or one of its group. Bounded, and never raises
+        for a load that failed: the forward pass goes on, and the batch's verdict tells.
 
         Args:
             threshold: the layer, counted in this stage; those behind the last buffer wait for that.
@@ -197,7 +206,8 @@ class LayerDoneCounter:
         if self._reached[0] == index and self._reached[2] == stream and layer <= self._reached[1]:
             return
         batch.wait_layer(layer, self._timeout_s)
-        self._reached = (index, layer, stream)
+        last = batch.last_with(layer) if self._loads.comes_by_group else layer
+        self._reached = (index, last, stream)
 
     def reset(self) -> None:
         """Forget the batch."""

@@ -32,6 +32,7 @@ class Handle:
         self.failures: dict[str, str] = {}
         self.error: TransferFailed | None = None
         self.waited: list[int] = []
+        self.groups = ((0, 1), (1, 2), (2, 3))
 
     def give_up(self, reason: str, cause: str) -> bool:
         self.given_up.append((reason, cause))
@@ -221,7 +222,7 @@ class FakeLinker:
 
     def __init__(self) -> None:
         self.layout = SimpleNamespace(device=CPU)
-        self.config = SimpleNamespace(transfer_timeout_s=LIMIT_S)
+        self.config = SimpleNamespace(transfer_timeout_s=LIMIT_S, wait="auto")
         self.saves: list[tuple[list[str], dict[str, list[int]], Handle]] = []
         self.loads: list[tuple[list[Any], Handle]] = []
         self.skipped: list[int] = []
@@ -392,6 +393,24 @@ def test_a_counter_waits_for_its_batch_alone(loads: Loads, linker: FakeLinker) -
     counter.wait_until(2)  # a batch that nobody knows
     assert linker.loads[0][1].waited == [0, 1, 2]
     loads.reset("end of test")
+
+
+@pytest.mark.parametrize(("wait", "waited"), [("host", [0, 1, 4]), ("device", [0, 1, 2, 3, 4])])
+def test_one_wait_is_for_all_layers_of_a_group(
+    linker: FakeLinker, wait: str, waited: list[int]
+) -> None:
+    linker.config.wait = wait
+    loads = Loads(linker)  # type: ignore[arg-type]
+    counter = LayerDoneCounter(5, loads, LIMIT_S)
+    loads.queue("a", pages("key"))
+    counter.set_consumer(loads.start(none))
+    wait_for(lambda: len(linker.loads) == 1)
+    handle = linker.loads[0][1]
+    handle.groups = ((0, 1), (1, 4), (4, 5))
+    for layer in (0, 1, 2, 2, 3, 4):
+        counter.wait_until(layer)
+    assert handle.waited == waited
+    loads.close(LIMIT_S)
 
 
 def test_pools_that_nobody_asks_layer_by_layer_are_there_at_once(
