@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = Results(cases)
     try:
         _run(results, out, options.quick, note)
-    except (EngineError, SabotageError, KVFerryError) as error:
-        results.failure = str(error)
+    except (EngineError, SabotageError, KVFerryError, OSError) as error:
+        results.failure = f"{type(error).__name__}: {error}"
     results.seconds = time.monotonic() - begin_s
     status = report(results)
     print(f"logs are in {out}")
@@ -64,15 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(results: Results, out: Path, quick: bool, note: Callable[[str], None]) -> None:
     """Run all cases; results are kept as they come, whatever happens later."""
     note(f"models are made in {out / 'models'}")
-    script = str(Path(__file__).with_name("sglang_models.py"))
-    names = [case.name for case in results.cases]
-    with (out / "models.log").open("wb") as log:
-        done = subprocess.run(
-            [sys.executable, script, str(out / "models"), *names],
-            stdout=log, stderr=log, timeout=MODELS_LIMIT_S, check=False,
-        )  # fmt: skip
-    if done.returncode:
-        raise EngineError(f"the models were not made; the log is {out / 'models.log'}")
+    _write_models([case.name for case in results.cases], out)
     for case in results.cases:
 
         def tell(text: str, name: str = case.name) -> None:
@@ -85,6 +77,24 @@ def _run(results: Results, out: Path, quick: bool, note: Callable[[str], None]) 
                     Faults(bed, engine, tell).run(results.faults, quick=quick)
 
             run_hits(bed, results.hits, tell, harm)
+
+
+def _write_models(names: Sequence[str], out: Path) -> None:
+    """Have tiny models written to `out/models`, in a process that ends.
+
+    Raises:
+        EngineError: they were not.
+    """
+    script = str(Path(__file__).with_name("sglang_models.py"))
+    log_path = out / "models.log"
+    with log_path.open("wb") as log:
+        try:
+            subprocess.run(
+                [sys.executable, script, str(out / "models"), *names],
+                stdout=log, stderr=log, timeout=MODELS_LIMIT_S, check=True,
+            )  # fmt: skip
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            raise EngineError(f"the models were not made; the log is {log_path}") from error
 
 
 if __name__ == "__main__":

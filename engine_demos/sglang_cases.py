@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,8 @@ class Case:
         name: of the model, also of its folder.
         attention: SGLang's `attention_backend`. `triton` runs in Triton's interpreter, slowly.
         pools: what of the cache travels, in words.
+        dtype: of weights and cache. Not bfloat16 where Triton's interpreter computes: it multiplies
+            such numbers as if they were integers.
         page_size: tokens of a page.
         chunk_tokens: longest part of a prompt that is computed at once.
         prompt_tokens: of the first prompt; no whole number of pages.
@@ -24,13 +27,14 @@ class Case:
     name: str
     attention: str
     pools: str
+    dtype: str = "bfloat16"
     page_size: int = 16
     chunk_tokens: int = 256
     prompt_tokens: int = 600
     tail_tokens: int = 300
     others: tuple[int, ...] = (400, 344, 520)
     new_tokens: int = 4
-    settings: tuple[tuple[str, object], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def interpreted(self) -> bool:
@@ -80,7 +84,7 @@ def _tokens(seed: str, number: int) -> list[int]:
 VOCABULARY = 512
 """Size of every tiny model's vocabulary."""
 
-_SHORT = {
+_SHORT: dict[str, Any] = {
     "chunk_tokens": 64,
     "prompt_tokens": 100,
     "tail_tokens": 72,
@@ -88,7 +92,13 @@ _SHORT = {
     "new_tokens": 3,
 }
 
-_STATES = (("mamba_radix_cache_strategy", "no_buffer"), ("disable_overlap_schedule", True))
+_STATES: dict[str, Any] = {
+    "page_size": 1,
+    "settings": (
+        ("mamba_radix_cache_strategy", "no_buffer"),
+        ("disable_overlap_schedule", True),
+    ),
+}
 
 CASES = {
     case.name: case
@@ -96,11 +106,9 @@ CASES = {
         Case("llama", "torch_native", "K and V"),
         Case("qwen3", "torch_native", "K and V"),
         Case("gemma3", "torch_native", "K and V"),
-        Case("deepseek_v2", "triton", "MLA latents", **_SHORT),
-        Case("gemma4", "triton", "K and V, full and sliding window", **_SHORT),
-        Case(
-            "qwen3_next", "triton", "K and V, GDN states", page_size=1, settings=_STATES, **_SHORT
-        ),
+        Case("deepseek_v2", "triton", "MLA latents", "float32", **_SHORT),
+        Case("gemma4", "triton", "K and V, full and sliding window", "float32", **_SHORT),
+        Case("qwen3_next", "triton", "K and V, GDN states", "float16", **_SHORT, **_STATES),
     )
 }
 """By name, in the order in which they run."""

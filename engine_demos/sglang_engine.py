@@ -11,10 +11,10 @@ The end of standard input counts as `end`. SGLang's log goes to standard error.
 """
 
 import asyncio
-import contextlib
 import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -30,17 +30,12 @@ import standins
 standins.install(standins.ENGINE_PACKAGES)
 
 import steady  # noqa: E402
-import torch  # noqa: E402
 
 steady.install()
 if os.environ.get("TRITON_INTERPRET") == "1":
-    import triton
+    import interpreted
 
-    _autotune = triton.autotune
-    # There is no GPU to time configurations on: of each kernel the first one serves.
-    triton.autotune = lambda configs, *rest, **more: _autotune(configs[:1], *rest, **more)
-if not hasattr(torch.cpu, "device"):  # SGLang's Triton attention asks for it, interpreted too
-    torch.cpu.device = lambda *_: contextlib.nullcontext()  # type: ignore[attr-defined]
+    interpreted.install()
 
 FLUSH_PAUSE_S = 0.05
 """Between flushes while prompts are answered."""
@@ -101,6 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     """Start the engine, carry out orders until there are no more, shut down."""
     settings = json.loads(arguments[0])
     faulthandler.dump_traceback_later(settings.pop("limit_s"), exit=True)
+    faulthandler.register(signal.SIGUSR1)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # SGLang prints; only answers may go to standard output
 

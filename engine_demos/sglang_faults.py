@@ -1,5 +1,6 @@
 """What is done to the store under a running engine, and how the engine goes on answering."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,8 @@ class Fault:
         wrong: answers that differ from what the engine computes without a cache.
         lost: requests that ended otherwise.
         slowest_s: longest time of an answer.
-        back_s: from the return of what was killed until pages are loaded again; infinite if never.
+        back_s: until the store served as before, infinite if it never did: from the first answers,
+            or from when what was killed had been started again. None where it was never away.
         causes: what the requests that ended badly were told.
     """
 
@@ -173,6 +175,8 @@ class Faults:
         self._engine.begin(prompts)
         fault.judge(self._engine, prompts, wanted)
         self._engine.flush()
+        num_tokens = self._bed.case.whole_pages(prompts[0])
+        self._wait_back(fault, lambda: self._loads(fault, prompts[0], wanted[0]) == num_tokens)
         return fault
 
     def _owner(self) -> Fault:
@@ -185,7 +189,7 @@ class Faults:
         fault.judge(self._engine, prompts, wanted)
         self._without_store(fault, prompts, wanted)
         self._bed.owner.start()
-        self._wait_back(fault)
+        self._wait_back(fault, self._stores_anew(fault))
         return fault
 
     def _master(self) -> Fault:
@@ -200,7 +204,7 @@ class Faults:
         self._bed.master.start()
         self._bed.owner.kill()  # a new master knows nobody: a new owner tells it of itself
         self._bed.owner.start()
-        self._wait_back(fault)
+        self._wait_back(fault, self._stores_anew(fault))
         return fault
 
     def _without_store(
@@ -211,21 +215,31 @@ class Faults:
         self._engine.begin(prompts)
         fault.judge(self._engine, prompts, wanted)
 
-    def _wait_back(self, fault: Fault) -> None:
-        """Wait until a new prompt's pages are stored and loaded again."""
+    def _wait_back(self, fault: Fault, is_back: Callable[[], bool]) -> None:
+        """Wait until the store serves as before, and say how long it took."""
         begin_s = time.monotonic()
-        numbers = iter(range(10**6))
+        back = wait_until(is_back, AGAIN_LIMIT_S)
+        fault.back_s = time.monotonic() - begin_s if back else math.inf
 
-        def is_back() -> bool:
+    def _stores_anew(self, fault: Fault) -> Callable[[], bool]:
+        """Return what has a new prompt stored, and says whether it is loaded then."""
+        numbers = itertools.count()
+
+        def stores() -> bool:
             [prompt] = self._bed.case.fault_prompts(f"{fault.name} back {next(numbers)}", 1)
             [wanted] = self._engine.generate([prompt])
             time.sleep(1.0)  # for the offload
             self._engine.flush()
-            [answer] = self._engine.generate([prompt])
-            self._engine.flush()
-            if answer.get("code") != UNAVAILABLE and difference(answer, wanted) != 0.0:
-                fault.wrong += 1
-            return bool(answer.get("host"))
+            return self._loads(fault, prompt, wanted) > 0
 
-        back = wait_until(is_back, AGAIN_LIMIT_S)
-        fault.back_s = time.monotonic() - begin_s if back else math.inf
+        return stores
+
+    def _loads(self, fault: Fault, prompt: list[int], wanted: Any) -> int:
+        """Return how many tokens of a prompt come from the store; the answer must be right."""
+        [answer] = self._engine.generate([prompt])
+        self._engine.flush()
+        if answer.get("code") == UNAVAILABLE:
+            return 0  # not back yet
+        if difference(answer, wanted) != 0.0:
+            fault.wrong += 1
+        return int(answer.get("host", 0))

@@ -20,7 +20,8 @@ other prefix: the same number had the prefix been another one; inf: other tokens
 FAULTS_LEGEND = """\
 right: equal to the last digit to what the same engine computes without a cache
 503: SGLang ends requests whose load broke; right then: when asked once more; lost: any other end
-hits again: seconds from when the killed process is back until pages come from the store"""
+hits again: seconds until all comes from the store again, since the answers; or since who was killed
+has been started again, until a new prompt does"""
 
 
 @dataclass
