@@ -33,6 +33,16 @@ BENCHMARKS = {
         "without packing sends them: DeepSeek-V3.2's geometry, a remote owner over TCP loopback. "
         "The bars judge the linker without checksums, since the ranges have none.",
     ),
+    "sglang": (
+        "make bench-sglang",
+        "kvferry's linker beside SGLang 0.5.23's own: in one process, over the same pools of "
+        "SGLang's and the same Mooncake, driven by the same transfers, with all layers of the "
+        "models. First Python alone: processor time of all threads, against a client that answers "
+        "at once. Then wall times, a warm remote owner over TCP loopback, every byte compared: "
+        "medians (least..most). Ratio: how often the first linker's time contains this one's, the "
+        "median over rounds. The wall bars judge the linker without checksums, since SGLang's has "
+        "none. Last, what SGLang's linker says to models that it refuses.",
+    ),
     "overlap": (
         "make bench-overlap",
         "Does compute hide a layer-wise load, but for its first group? A simulated model on a CPU, "
@@ -43,8 +53,9 @@ BENCHMARKS = {
         "What comes of ten minutes of saves, loads, cancels and faults, by callers side by side?",
     ),
 }
-SLOW = ("soak",)
-"""Recorded on their own, `python benchmarks/soak.py --minutes 10 --write`: they take long."""
+APART = ("soak", "sglang")
+"""Recorded on their own, for they take long: `python benchmarks/soak.py --minutes 10 --write` and
+`make bench-sglang WRITE=1`, in an environment with SGLang; then `figures.py --texts`."""
 
 
 def measure() -> int:
@@ -58,7 +69,7 @@ def measure() -> int:
     RESULTS.mkdir(exist_ok=True)
     record = {"machine": machine(), "lines": done.stdout.splitlines()}
     (RESULTS / "demo.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    for name in (name for name in BENCHMARKS if name not in SLOW):
+    for name in (name for name in BENCHMARKS if name not in APART):
         script = Path(__file__).parent / f"bench_{name.split('_')[0]}.py"
         status = subprocess.run([sys.executable, str(script), "--write"], timeout=600).returncode
         if status:
@@ -93,6 +104,9 @@ def measured() -> str:
     demo = load("demo")
     parts += ["## `make demo`", _where(demo["machine"]), _fenced("\n".join(demo["lines"]))]
     for name, (command, question) in BENCHMARKS.items():
+        if not (RESULTS / f"{name}.json").exists():
+            parts += [f"## `{command}`", f"{question} «not measured»."]
+            continue
         result = load(name)
         bars = [
             {
@@ -103,7 +117,8 @@ def measured() -> str:
             for bar in result["bars"]
         ]
         parts += [f"## `{command}`", f"{question} {_where(result['machine'])}."]
-        parts += [_fenced(table(rows)) for rows in (result["rows"], bars) if rows]
+        tables = (result["rows"], *result.get("more", ()), bars)
+        parts += [_fenced(table(rows)) for rows in tables if rows]
     return "\n\n".join(parts) + "\n"
 
 
