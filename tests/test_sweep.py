@@ -285,6 +285,7 @@ def test_the_picture_is_drawn_or_missed_aloud(
     content = measured.content_of(PLAN, TARGET, ABOUT, records_of(PLAN))
     assert content is not None
     path = tmp_path / "a.png"
+    pytest.importorskip("matplotlib")
     assert measured.draw(content, TARGET, path) == f"wrote {path}"
     assert path.read_bytes().startswith(b"\x89PNG")
     path.unlink()

@@ -6,12 +6,16 @@ from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
+import triton
 from triton.backends.compiler import GPUTarget
 
 from kvferry.launch import CACHE_HINTS
 from kvferry.tuning.compiled import compile_for
 from kvferry.tuning.derive import Candidate, Figures, figures_of
 from kvferry.tuning.occupancy import MULTIPROCESSORS
+
+FOUND_BY_LAUNCHES = "3.6."
+"""The version of Triton whose launches find what was compiled here; tested."""
 
 _FEW = 4
 _Result = TypeVar("_Result")
@@ -45,7 +49,13 @@ def figures_ahead(
 
 
 def compile_ahead(candidates: Iterable[Candidate], arch: str) -> None:
-    """Fill Triton's cache with candidates under every cache hint, for launches to find there."""
+    """Fill Triton's cache with candidates under every cache hint, for launches to find there.
+
+    Newer versions of Triton file launches under other keys than compilations without a GPU: there
+    it would be for nothing, and nothing is done.
+    """
+    if not triton.__version__.startswith(FOUND_BY_LAUNCHES):
+        return
     hints = range(len(CACHE_HINTS))
     _in_processes(_compile, [(one, hint, arch) for one in candidates for hint in hints])
 
