@@ -74,6 +74,7 @@ def checksum_terms(value, position, WIDTH: tl.constexpr):
     elif WIDTH == 4:
         terms = value.to(tl.uint32).to(tl.uint64) * weight.to(tl.uint64)
     else:
-        word = (value.to(tl.uint16) if WIDTH == 2 else value.to(tl.uint8)).to(tl.uint64)
-        terms = (word << ((position & 3) * 8).to(tl.uint64)) * weight.to(tl.uint64)
+        word = (value.to(tl.uint16) if WIDTH == 2 else value.to(tl.uint8)).to(tl.uint32)
+        word = word << ((position & 3) * 8).to(tl.uint32)
+        terms = word.to(tl.uint64) * weight.to(tl.uint64)
     return terms.to(tl.int64)
