@@ -537,6 +537,56 @@ MUTANTS = (
         "        if False:\n",
         "tests/test_lookup.py",
     ),
+    Mutant(
+        "nothing is sent from rank to rank",
+        "linker/peers.py",
+        "dist.broadcast(tensor, group=self._group, group_src=rank)",
+        "pass",
+        "tests/test_shared_reads.py",
+    ),
+    Mutant(
+        "every rank reads all of a call that it shares",
+        "linker/shared_call.py",
+        "mine = [n for n in range(len(self._keys)) if n not in others]",
+        "mine = list(range(len(self._keys)))",
+        "tests/test_shared_reads.py",
+    ),
+    Mutant(
+        "a rank that has ended its load is waited for",
+        "linker/shared_call.py",
+        "load.is_alone = bool(agreed.texts)",
+        "load.is_alone = False",
+        "tests/test_shared_reads.py",
+    ),
+    Mutant(
+        "a rank that has waited too long goes without a word",
+        "linker/peers.py",
+        "            if self._decide(load, call, _ALONE) == _SEND:",
+        "            if late:\n                raise PeersLost(late)\n"
+        "            if self._decide(load, call, _ALONE) == _SEND:",
+        "tests/test_shared_reads.py",
+    ),
+    Mutant(
+        "calls to other places of a span are taken for the same",
+        "linker/shared_parts.py",
+        "[address - first for address in addresses]",
+        "[0 for address in addresses]",
+        "tests/test_shared_parts.py",
+    ),
+    Mutant(
+        "bytes are read into memory that lost ranks may still write",
+        "linker/shared_call.py",
+        "if error.still_arriving:",
+        "if False:",
+        "tests/test_shared_parts.py",
+    ),
+    Mutant(
+        "every rank stores what all of them have",
+        "linker/sglang_ranks.py",
+        "== rank for key",
+        "!= -1 for key",
+        "tests/test_ranks.py",
+    ),
 )
 
 
