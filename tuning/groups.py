@@ -69,6 +69,8 @@ def measure_all(
             try:
                 if workload is None or of != (group.layout, group.num_bytes):
                     workload = None  # its memory goes before the next one's comes
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
                     workload = Workload(
                         LAYOUTS[group.layout], group.num_bytes, plan.num_inputs, device
                     )
