@@ -52,7 +52,9 @@ class Agreement:
 
 
 class Peers:
-    """This rank among those that share reads. For one thread at a time.
+    """This rank among those that share reads.
+
+    `agree` and `send` are for one thread at a time, `tell` and `forget` for any.
 
     Its process group stays until the process ends: torch gives the name of one that was destroyed
     to the next, which would then find old addresses under it.

@@ -73,7 +73,7 @@ class SharedReads:
         self._calling = threading.Lock()
 
     def begin(self, number: int, store: Store, wanted: Callable[[], bool]) -> "SharedLoad":
-        """Return what one load reads through, until its `end`.
+        """Return what one load reads through; leaving it ends the load for the other ranks.
 
         Args:
             number: of the load, counted alike by all ranks; each but once.
