@@ -178,7 +178,8 @@ class Bed:
             "sampling_backend": "pytorch",
             "page_size": self.case.page_size,
             "max_total_tokens": DEVICE_TOKENS,
-            "mem_fraction_static": 0.1,
+            # Sizes are given; of the memory that is free, others may take some meanwhile.
+            "mem_fraction_static": 0.5,
             "chunked_prefill_size": self.case.chunk_tokens,
             "enable_cache_report": True,
             "enable_unified_cache_external_linker": True,

@@ -97,6 +97,7 @@ _STATES: dict[str, Any] = {
     "settings": (
         ("mamba_radix_cache_strategy", "no_buffer"),
         ("disable_overlap_schedule", True),
+        ("max_mamba_cache_size", 64),
     ),
 }
 
