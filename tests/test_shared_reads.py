@@ -188,6 +188,7 @@ def test_a_rank_that_comes_too_late_reads_alone_like_the_one_that_waited(rank_pa
     assert 0.9 < first_s < 3.9 < second_s
     assert rank_pair.all("is_lost") == [True, False]
     rank_pair.all("heal")
+    rank_pair.one(0, "at_call", "read", 0, "delay", delay_s=2.0)
     assert load(rank_pair) == ["", ""]
     check(rank_pair)
     assert not rank_pair.one(1, "is_lost")  # it did not wait for rank 0, which reads alone now
