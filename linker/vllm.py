@@ -32,6 +32,7 @@ from vllm.distributed.parallel_state import (
     model_parallel_is_initialized,
 )
 from vllm.v1.core.kv_cache_utils import get_block_hash, resolve_kv_cache_block_sizes
+from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvferry.errors import ArgumentError, KVFerryError
 from kvferry.identity import ModelIdentity
@@ -116,8 +117,9 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
-            name: self.make_per_engine(
-                self._counter_cls(name=metric, documentation=text, labelnames=labelnames)
+            name: create_metric_per_engine(
+                self._counter_cls(name=metric, documentation=text, labelnames=labelnames),
+                per_engine_labelvalues,
             )
             for name, (metric, text) in COUNTERS.items()
         }
