@@ -9,6 +9,9 @@ from kvferry.linker.store import Store
 
 MAX_REMEMBERED = 1 << 18
 
+SPOILT = frozenset({"corrupted", "foreign", "other format", "wrong size"})
+"""Causes that stay with an object: every load of it would fail. Its key names layout and format."""
+
 
 class ExistenceCache:
     """Answers of `Store.exists`, each good for a short while. Safe from any thread."""
@@ -49,7 +52,7 @@ class ExistenceCache:
     def there(self, store: Store, keys: Sequence[str]) -> list[bool]:
         """Return, per key, whether a save need not write the object; asks the store itself.
 
-        What a load found corrupted is removed first: who has the right bytes at hand writes them
+        What a load found spoilt is removed first: who has the right bytes at hand writes them
         anew. Else the object would fail every load of it for as long as it lives.
 
         Raises:
@@ -74,13 +77,13 @@ class ExistenceCache:
         self._remember(((key, False) for key in keys), self._failure_ttl_s)
 
     def mark_faults(self, causes: Mapping[str, str]) -> None:
-        """Remember that loading these objects failed, key to reason, and which were corrupted."""
+        """Remember that loading these objects failed, key to reason, and which are spoilt."""
         self.mark_failed(causes)
         with self._lock:
             if len(self._corrupted) > MAX_REMEMBERED:
                 self._corrupted.clear()
             self._corrupted.update(
-                key for key, cause in causes.items() if cause_of(cause) == "corrupted"
+                key for key, cause in causes.items() if cause_of(cause) in SPOILT
             )
 
     def _remember(self, answers: Iterable[tuple[str, bool]], ttl_s: float) -> None:

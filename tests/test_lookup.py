@@ -57,9 +57,18 @@ def test_what_is_stored_anew_is_not_missing_any_more(answer_ttl_s: float, store:
     assert cache.ask(store, KEYS) == [True, False, False]
 
 
-def test_what_is_corrupted_is_removed_by_who_writes_it_anew(store: Any) -> None:
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "corrupted: checksums of layers [1] differ",
+        "foreign: the object of another key",
+        "other format: version 9",
+        "wrong size",
+    ],
+)
+def test_what_is_spoilt_is_removed_by_who_writes_it_anew(reason: str, store: Any) -> None:
     cache = ExistenceCache(60.0, 60.0)
-    cache.mark_faults({"a": "corrupted: checksums of layers [1] differ", "b": "missing"})
+    cache.mark_faults({"a": reason, "b": "missing"})
     assert store.keys == {"a", "b"}, "nobody else loses it"
     assert cache.ask(store, KEYS) == [False, False, False]
     assert cache.there(store, KEYS) == [False, True, False]
