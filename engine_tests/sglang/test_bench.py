@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from attention import mha
+from prompts import tokens
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.runtime_context import get_parallel
-from tree import Engine, tokens
+from tree import Engine
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 from kinds import KINDS
-from tree import Engine, tokens
+from prompts import tokens
+from tree import Engine
 
 CORES = ("python", "rust")
 Make = Callable[..., Engine]

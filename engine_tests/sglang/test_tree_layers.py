@@ -1,13 +1,12 @@
 """A forward pass reads layer after layer of a load that is under way, in any order it likes."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 from hooked import Pause
-from tree import Engine, Request, tokens, wait_for
+from prompts import Request, tokens, wait_for, within
+from tree import Engine
 
 from kvferry.testing import check_telling
 
@@ -22,14 +21,6 @@ def engine(request: pytest.FixtureRequest, make: Make) -> Engine:
     engine.settle()
     engine.flush()
     return engine
-
-
-@contextmanager
-def within(limit_s: float) -> Iterator[None]:
-    """Fail if the body takes longer than its bound."""
-    begin_s = time.monotonic()
-    yield
-    assert time.monotonic() - begin_s < limit_s
 
 
 def started(engine: Engine) -> Request:

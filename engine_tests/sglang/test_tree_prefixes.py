@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from hooked import Pause
-from tree import Engine, tokens
+from prompts import tokens
+from tree import Engine
 
 from kvferry.linker.sglang_ranks import Ranks
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import KINDS, plain_mha
+from kinds import KINDS
+from kinds_attention import plain_mha
 from sglang.srt.mem_cache import memory_pool as pools
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker

@@ -5,19 +5,16 @@ scheduler, in its order. Pages hold telling bytes of the tokens that they stand 
 engine can tell whether it was given the right ones.
 """
 
-import time
-import zlib
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from hooked import Hooked
-from kinds import Kind
+from kind import Kind
+from prompts import LIMIT_S, Request, tags_of, wait_for
 from prove import Memory, memory_of
-from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
@@ -34,7 +31,6 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvferry.linker.sglang import KVFerryLinker
 from kvferry.testing import check_telling, write_telling
 
-LIMIT_S = 20.0
 POISON = 0xA5
 SERVER_ARGS = {
     "model_path": "toy/model",
@@ -45,57 +41,6 @@ SERVER_ARGS = {
     "speculative_draft_model_path": None,
     "speculative_draft_model_revision": None,
 }
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Wait for a condition; fail if it does not come true in time."""
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come true in time"
-        time.sleep(0.002)
-
-
-def tokens(num_tokens: int, branch: int = 0, common: int = 0) -> "array[int]":
-    """Return a prompt that shares its first `common` tokens with other branches."""
-    shared = [1000 + index for index in range(common)]
-    own = [100_000 * (branch + 1) + index for index in range(common, num_tokens)]
-    return array("q", shared + own)
-
-
-def tags_of(prompt: Sequence[int], page_size: int) -> list[int]:
-    """Return what each whole page of a prompt is to tell: a number of all tokens up to its end."""
-    ends = range(page_size, len(prompt) + 1, page_size)
-    return [zlib.crc32(array("q", prompt[:end]).tobytes()) for end in ends]
-
-
-@dataclass
-class Request:
-    """A request as far as the prefix cache sees it.
-
-    Attributes:
-        rid: its id.
-        kv: SGLang's own record of what it holds.
-        tail: slots that a load was queued into.
-        hit: tokens of its prompt that were on the device.
-    """
-
-    rid: str
-    prompt: Sequence[int]
-    kv: Any = field(default_factory=ReqKvInfo)
-    session: Any = None
-    last_node: Any = None
-    swa_branching_seqlen: int | None = None
-    skip_radix_cache_insert: bool = False
-    discard_output_reason: Any = None
-    match: MatchResult | None = None
-    hit: int = 0
-    tail: torch.Tensor | None = None
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """Slots that a load goes to."""
-        assert self.tail is not None
-        return self.tail
 
 
 class Engine:
@@ -341,6 +286,9 @@ class Engine:
             assert all(pages[-window:]), "the window has pages"
             assert not any(pages[:-window]), "what lies before the window has none"
             wanted["swa"] = (pages[-window:], tags[-window:])
+            prefix = request.hit + len(request.slots)
+            gone = request.kv.get_evicted_seqlen(ComponentType.SWA)
+            assert gone == max(0, prefix - window * page_size)
         if self.kind.has_states:
             wanted["state"] = ([int(request.kv.mamba_pool_idx)], tags[-1:])
         return wanted

@@ -66,7 +66,7 @@ class TreeRank:
         self.tree = None
 
     def _prompt(self, branch: int, num_pages: int) -> Any:
-        from tree import tokens
+        from prompts import tokens
 
         return tokens(num_pages * self.tree.kind.page_size, branch)
 
