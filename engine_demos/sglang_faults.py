@@ -124,10 +124,10 @@ class Faults:
             EngineError: the engine ended, or hangs.
             SabotageError: a fault could not be made.
         """
-        faults.append(self._change("a bit of an object changed", flip))
+        faults.append(self._change("object corrupted", flip))
         if not quick:
-            faults.append(self._change("an object's bytes under another key", exchange))
-            faults.append(self._change("an object removed", remove))
+            faults.append(self._change("object exchanged", exchange))
+            faults.append(self._change("object removed", remove))
             faults.append(self._flush())
         faults.append(self._owner())
         if not quick:

@@ -18,6 +18,7 @@ max Δlogprob: of the 5 most probable tokens at each place, to the device hit of
 other prefix: the same number had the prefix been another one; inf: other tokens too"""
 
 FAULTS_LEGEND = """\
+corrupted: a bit of one changed; exchanged: another's bytes under its key; killed: while it is read
 right: equal to the last digit to what the same engine computes without a cache
 503: SGLang ends requests whose load broke; right then: when asked once more; lost: any other end
 hits again: seconds until all comes from the store again, since the answers; or since who was killed
