@@ -6,11 +6,12 @@ READY_NEWEST := .venv-newest/.kvferry-ready
 READY_SGLANG := .venv-sglang/.kvferry-ready
 READY_VLLM := .venv-vllm/.kvferry-ready
 READY_SGLANG_ENGINE := .venv-sglang-engine/.kvferry-ready
+READY_VLLM_ENGINE := .venv-vllm-engine/.kvferry-ready
 # Whole files: those of the kernels' plans and copies, and any other that runs the interpreter.
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo demo-sglang test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm check doctor bench-host bench-transport bench-layers bench-sglang bench-overlap inspect inspect-newest tune bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
+.PHONY: help demo demo-sglang demo-vllm test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm check doctor bench-host bench-transport bench-layers bench-sglang bench-overlap inspect inspect-newest tune bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -20,6 +21,10 @@ demo: $(READY) ## save and load pages through a real Mooncake master on this mac
 
 demo-sglang: $(READY_SGLANG_ENGINE) ## SGLang itself, its prefix cache in Mooncake (MODELS, QUICK, OUT)
 	PYTHONPATH=benchmarks .venv-sglang-engine/bin/python engine_demos/demo_sglang.py $(MODELS) \
+		$(if $(QUICK),--quick) $(if $(OUT),--out $(OUT))
+
+demo-vllm: $(READY_VLLM_ENGINE) ## vLLM itself, its prefix cache in Mooncake (MODELS, QUICK, OUT)
+	PYTHONPATH=benchmarks .venv-vllm-engine/bin/python engine_demos/demo_vllm.py $(MODELS) \
 		$(if $(QUICK),--quick) $(if $(OUT),--out $(OUT))
 
 test: $(READY) ## the whole core suite
@@ -107,7 +112,7 @@ figures: $(READY) ## measure everything that the documents quote, and write it t
 	$(BIN)/python benchmarks/figures.py
 
 clean: ## remove the environments, caches and build outputs
-	rm -rf .venv .venv-newest .venv-sglang .venv-sglang-engine .venv-vllm engine_demo_out build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-sglang .venv-sglang-engine .venv-vllm .venv-vllm-engine engine_demo_out build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml scripts/setup.sh $(wildcard scripts/constraints-c*.txt)
@@ -124,3 +129,6 @@ $(READY_SGLANG_ENGINE): scripts/setup_engine.sh engine_demos/requirements-sglang
 
 $(READY_VLLM): scripts/setup_engine.sh $(wildcard engine_tests/vllm/*.txt)
 	scripts/setup_engine.sh vllm .venv-vllm
+
+$(READY_VLLM_ENGINE): scripts/setup_engine.sh engine_demos/engine-vllm.txt engine_tests/vllm/requirements.txt
+	ENGINE_TXT=engine_demos/engine-vllm.txt scripts/setup_engine.sh vllm .venv-vllm-engine

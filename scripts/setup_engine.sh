@@ -2,8 +2,8 @@
 # Makes VENV with a real engine's package, on a CPU: scripts/setup_engine.sh ENGINE VENV [MORE]
 #
 # ENGINE is a folder of engine_tests/. Its requirements.txt is installed as it stands, then without
-# dependencies the engine of its engine.txt, what the file MORE lists, and this checkout. PYTHON
-# chooses the Python.
+# dependencies the engine of its engine.txt (or of the file that ENGINE_TXT names), what the file
+# MORE lists, and this checkout. PYTHON chooses the Python.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,7 +14,9 @@ engine=${1:?usage: scripts/setup_engine.sh ENGINE VENV [MORE]}
 venv=${2:?usage: scripts/setup_engine.sh ENGINE VENV [MORE]}
 more=${3:-}
 folder=engine_tests/$engine
-[ -f "$folder/engine.txt" ] || fail "no $folder/engine.txt; engines are: $(cd engine_tests && ls -d */)"
+package=${ENGINE_TXT:-$folder/engine.txt}
+[ -d "$folder" ] || fail "no folder $folder; engines are: $(cd engine_tests && ls -d */)"
+[ -f "$package" ] || fail "no file $package, wanted a requirement of $engine"
 [ -z "$more" ] || [ -f "$more" ] || fail "no file $more, wanted a list of requirements"
 ready=$venv/.kvferry-ready # exists only while the environment is whole; make looks at its time
 made_here=$venv/.kvferry-made-here
@@ -55,7 +57,7 @@ else
     say "$index does not answer; taking the torch that pip finds"
 fi
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-say "$venv: $("$python" --version), $(cat "$folder/engine.txt")"
+say "$venv: $("$python" --version), $(grep -v '^#' "$package" | head -n 1)"
 "${pip[@]}" "setuptools>=77" "${wanted[@]}"
-"${pip[@]}" --no-deps -r "$folder/engine.txt" ${more:+-r "$more"} -e .
+"${pip[@]}" --no-deps -r "$package" ${more:+-r "$more"} -e .
 mv "$venv/.kvferry-started" "$ready"
