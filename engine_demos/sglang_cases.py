@@ -84,7 +84,11 @@ def _tokens(seed: str, number: int) -> list[int]:
 VOCABULARY = 512
 """Size of every tiny model's vocabulary."""
 
+# SGLang splits a sequence by how many there are in the batch; sums then come out otherwise.
+_UNSPLIT = (("triton_attention_num_kv_splits", 1),)
+
 _SHORT: dict[str, Any] = {
+    "settings": _UNSPLIT,
     "chunk_tokens": 64,
     "prompt_tokens": 100,
     "tail_tokens": 72,
@@ -95,6 +99,7 @@ _SHORT: dict[str, Any] = {
 _STATES: dict[str, Any] = {
     "page_size": 1,
     "settings": (
+        *_UNSPLIT,
         ("mamba_radix_cache_strategy", "no_buffer"),
         ("disable_overlap_schedule", True),
         ("max_mamba_cache_size", 64),
@@ -109,7 +114,7 @@ CASES = {
         Case("gemma3", "torch_native", "K and V"),
         Case("deepseek_v2", "triton", "MLA latents", "float32", **_SHORT),
         Case("gemma4", "triton", "K and V, full and sliding window", "float32", **_SHORT),
-        Case("qwen3_next", "triton", "K and V, GDN states", "float16", **_SHORT, **_STATES),
+        Case("qwen3_next", "triton", "K and V, GDN states", "float16", **{**_SHORT, **_STATES}),
     )
 }
 """By name, in the order in which they run."""
