@@ -35,7 +35,7 @@ from kvferry.linker.owner import LocalOwner  # noqa: E402
 from kvferry.linker.sglang_ranks import Ranks  # noqa: E402
 
 native_hash._load_native_hash_module = lambda: standins.PageHash
-TEST_LIMIT_S = 120.0
+TEST_LIMIT_S = 300.0
 _names = itertools.count()
 
 
@@ -47,10 +47,19 @@ def _sglang_context(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def real_stderr(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The standard error output that pytest itself writes to."""
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        descriptor = os.dup(2)
+    yield descriptor
+    os.close(descriptor)
+
+
 @pytest.fixture(autouse=True)
-def _limit() -> Iterator[None]:
+def _limit(real_stderr: int) -> Iterator[None]:
     """Ends the run with the stacks of all threads where a test hangs."""
-    faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True)
+    faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True, file=real_stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
 
