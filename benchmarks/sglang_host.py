@@ -1,8 +1,8 @@
 """What Python costs: both linkers against a client that answers at once and moves no bytes.
 
-Processor time is read from the threads' own clocks (`pthread_getcpuclockid`); the calling thread's,
-around the linker's methods alone; the client's own is taken off. Not counted: what Mooncake's
-binding does with the lists, and on a GPU some events (kvferry: five a part; SGLang: two a load).
+Processor time is read from the threads' own clocks (`pthread_getcpuclockid`), the calling thread's
+around the linker's methods alone; the client's own is taken off. Not counted are what Mooncake's
+binding makes of the lists, some 0.5 µs for each range, and the events that either has on a GPU.
 """
 
 import random

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from sglang_models import Model, tiny  # noqa: E402
 from sglang_rounds import Rounds  # noqa: E402
 from sglang_tables import host_bars, refusal, wire_bars  # noqa: E402
 from sglang_wire import Times, run_rounds  # noqa: E402
+from thread_clocks import clocked  # noqa: E402
 
 from kvferry.linker.master import LocalMaster  # noqa: E402
 
@@ -122,6 +125,29 @@ def test_host_bars_are_of_all_threads_and_of_the_same_round() -> None:
     python, keys = host_bars(rounds)
     assert (python.value, python.ok) == (75.0, True)
     assert (keys.value, keys.ok) == (0.51, False)
+
+
+def test_clocks_count_work_and_not_waiting() -> None:
+    def work() -> None:
+        begun.wait()
+        while time.thread_time() < 0.05:
+            pass
+        worked.set()
+        ended.wait()
+
+    begun, worked, ended = threading.Event(), threading.Event(), threading.Event()
+    threads = [threading.Thread(target=call, name=call.__name__) for call in (work, ended.wait)]
+    for thread in threads:
+        thread.start()
+    with clocked() as spent:
+        begun.set()
+        worked.wait()
+    ended.set()
+    by_name = {name: ms for (_, name), ms in spent.ms.items()}
+    assert 45 < by_name["work"] < 60
+    assert by_name.get("wait", 0.0) < 5
+    ident = next(ident for ident, name in spent.ms if name == "work")
+    assert spent.less({ident: 0.04}) == pytest.approx(sum(spent.ms.values()) - 40)
 
 
 def test_a_refusal_is_sglangs_own(address: str) -> None:
