@@ -116,8 +116,16 @@ def _dsa(num_pages: int, num_layers: int = 61) -> Model:
 
 def _deepseek_v4(num_pages: int) -> Model:
     ratios = [0, 0, *(4 if i % 2 == 0 else 128 for i in range(2, 43))]
-    # Of the window a prefix keeps its last page alone.
-    pool = v4.deepseek_v4(ratios, num_pages, swa_size=4 * 256, c4_state_pool_size=5 * 8)
+    # Of the window a prefix keeps its last page alone. The engine says where the model ends; by
+    # default SGLang's pool, and with it SGLang's linker, leaves the last layer out.
+    pool = v4.deepseek_v4(
+        ratios,
+        num_pages,
+        swa_size=4 * 256,
+        c4_state_pool_size=5 * 8,
+        start_layer=0,
+        end_layer=len(ratios),
+    )
     return Model(pool, 256, {"swa": 1}, window_tokens=128)
 
 
