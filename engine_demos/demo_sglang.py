@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(results: Results, out: Path, quick: bool, note: Callable[[str], None]) -> None:
     """Run all cases; results are kept as they come, whatever happens later."""
     note(f"models are made in {out / 'models'}")
-    _write_models([case.name for case in results.cases], out)
+    write_models([case.name for case in results.cases], out)
     for case in results.cases:
 
         def tell(text: str, name: str = case.name) -> None:
@@ -79,7 +79,7 @@ def _run(results: Results, out: Path, quick: bool, note: Callable[[str], None]) 
             run_hits(bed, results.hits, tell, harm)
 
 
-def _write_models(names: Sequence[str], out: Path) -> None:
+def write_models(names: Sequence[str], out: Path) -> None:
     """Have tiny models written to `out/models`, in a process that ends.
 
     Raises:

@@ -29,27 +29,45 @@ QUIET_S = 1.0
 
 
 class Engine:
-    """One engine of a case, and orders to it in Python's words."""
+    """One engine of a case, and orders to it in Python's words.
+
+    Attributes:
+        case: whose sizes orders have.
+        process: the program.
+        told: all that came with the last answers.
+    """
 
     def __init__(self, case: Case, process: EngineProcess) -> None:
         """Wrap a process that has said it is ready."""
         self.case = case
         self.process = process
+        self.told: dict[str, Any] = {}
 
-    def begin(self, prompts: Sequence[list[int]], *, salt: str = "", flushes: int = 0) -> None:
+    def begin(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        salt: str = "",
+        flushes: int = 0,
+        together: bool = False,
+    ) -> None:
         """Send prompts, all at once; `finish` waits for the answers.
 
         Args:
             prompts: lists of token ids.
             salt: SGLang's `cache_salt`: only prompts of the same one share cached pages.
             flushes: how often to flush the cache meanwhile.
+            together: as one request of several prompts, which the scheduler gets in one piece: how
+                prompts are cut into chunks, and where states are kept, is then the same each time.
         """
         order = {"do": "generate", "prompts": prompts, "salt": salt, "flushes": flushes}
-        self.process.order({**order, "new_tokens": self.case.new_tokens})
+        order = {**order, "together": together, "new_tokens": self.case.new_tokens}
+        self.process.order(order)
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the answers, in the order of the prompts; as `EngineProcess.answer`."""
-        answers: list[dict[str, Any]] = self.process.answer(ANSWER_LIMIT_S)["answers"]
+        self.told = self.process.answer(ANSWER_LIMIT_S)
+        answers: list[dict[str, Any]] = self.told["answers"]
         return answers
 
     def generate(self, prompts: Sequence[list[int]], **more: Any) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bars import Bar, machine, table
 from sglang_cases import Case
@@ -33,6 +34,8 @@ class Results:
         cases: that were asked for.
         hits: of each case.
         faults: under one of them.
+        more: further tables, each with its heading.
+        more_bars: further bars.
         failure: why the run is not finished; empty if it is.
         seconds: that it took.
     """
@@ -40,6 +43,8 @@ class Results:
     cases: Sequence[Case]
     hits: list[Hit] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    more: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
+    more_bars: list[Bar] = field(default_factory=list)
     failure: str = ""
     seconds: float = 0.0
 
@@ -49,7 +54,7 @@ class Results:
         return next((case for case in self.cases if not case.interpreted), None)
 
 
-def report(results: Results) -> int:
+def report(results: Results, faults_legend: str = FAULTS_LEGEND) -> int:
     """Print everything; return 0 if the run is finished and no bar is short, else 1."""
     known = machine()
     print(
@@ -60,10 +65,12 @@ def report(results: Results) -> int:
         print(f"{table([hit.row() for hit in results.hits])}\n\n{HITS_LEGEND}\n")
     if results.faults and results.harmed:
         print(f"faults, under {results.harmed.name}:")
-        print(f"{table([fault.row() for fault in results.faults])}\n\n{FAULTS_LEGEND}\n")
+        print(f"{table([fault.row() for fault in results.faults])}\n\n{faults_legend}\n")
     if results.harmed is None:
         print("no faults: they need a model without Triton's interpreter\n")
-    bars = list(_bars(results))
+    for heading, rows in results.more:
+        print(f"{heading}\n{table(rows)}\n")
+    bars = [*_bars(results), *results.more_bars]
     for bar in bars:
         bound = f"{'>=' if bar.at_least else '<='}{bar.wanted:g}"
         print(f"bar {bar.name} {bar.value:g} {bound} {'ok' if bar.ok else 'short'}")
