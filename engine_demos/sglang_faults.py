@@ -109,7 +109,13 @@ class Fault:
 
 
 class Faults:
-    """All of them, one after the other, on one engine that is never started anew."""
+    """All of them, one after the other, on one engine that is never started anew.
+
+    Attributes:
+        stored_s: from an answer until its pages are in the store, and the engine may know it.
+    """
+
+    stored_s = 1.0
 
     def __init__(self, bed: Bed, engine: Engine, note: Callable[[str], None]) -> None:
         """Take a bed and its running engine; `note` is told what is going on."""
@@ -228,7 +234,7 @@ class Faults:
         def stores() -> bool:
             [prompt] = self._bed.case.fault_prompts(f"{fault.name} back {next(numbers)}", 1)
             [wanted] = self._engine.generate([prompt])
-            time.sleep(1.0)  # for the offload
+            time.sleep(self.stored_s)
             self._engine.flush()
             return self._loads(fault, prompt, wanted) > 0
 

@@ -10,7 +10,7 @@ from typing import Any
 from engine_process import EngineProcess
 from sglang_bed import ENGINE_LIMIT_S, START_LIMIT_S, Bed, Engine
 
-LOOKUP_TTL_S = 4.0
+LOOKUP_TTL_S = 3.0
 """Long enough for an object to be removed between its lookup and its load."""
 
 DEVICE_TOKENS = 16384

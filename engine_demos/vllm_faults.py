@@ -30,6 +30,8 @@ class VllmFaults(Faults):
         bars: that the faults' own results do not hold.
     """
 
+    stored_s = LOOKUP_TTL_S + 0.5  # the engine has asked before, and remembers that they were not
+
     def __init__(self, bed: Bed, engine: Engine, note: Callable[[str], None]) -> None:
         """Take a bed and its running engine; `note` is told what is going on."""
         super().__init__(bed, engine, note)
@@ -71,7 +73,7 @@ class VllmFaults(Faults):
     def _stored(self, name: str, number: int) -> tuple[list[list[int]], list[Any], list[list[str]]]:
         """As `Faults._stored`; then wait until the engine has forgotten that nothing was there."""
         stored = super()._stored(name, number)
-        time.sleep(LOOKUP_TTL_S)
+        time.sleep(self.stored_s)
         return stored
 
     def _load_all(self, name: str, prompt: list[int]) -> None:
