@@ -7,6 +7,7 @@ It is a cache: what fails is computed again, and nothing is ever owed to anybody
 """
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,14 @@ from kvferry.linker.vllm_worker import CLOSE_LIMIT_S, WorkerSide
 log = logging.getLogger(__name__)
 
 
+def log_as_vllm(ours: logging.Logger, theirs: logging.Logger) -> None:
+    """Let our lines go where vLLM's go, unless somebody has said where ours go."""
+    if not ours.hasHandlers():
+        ours.setLevel(theirs.level)
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+
+
 @dataclass
 class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to its workers, each step."""
@@ -75,9 +84,7 @@ class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         """Return both together."""
         return KVFerryWorkerMetadata(
             self.saves + other.saves,
-            LoadsEnded(
-                self.loads.ended | other.loads.ended, self.loads.failed | other.loads.failed
-            ),
+            self.loads.and_also(other.loads),
         )
 
 
@@ -145,6 +152,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             StoreError: Mooncake cannot be reached.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm(logging.getLogger("kvferry"), logging.getLogger("vllm"))
         if others:
             log.warning("arguments %s are unknown here and not used", sorted(others))
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -168,6 +176,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._caches: dict[str, torch.Tensor] = {}
         self._counted: dict[str, float] = {}
         self._ended = LoadsEnded()
+        self._left_loads = LoadsEnded()  # of a worker's side that went to sleep
+        self._left_saves: Counter[int] = Counter()
         self._is_closed = False
         self._store = MooncakeStore(self._store_config(role))
         if role == KVConnectorRole.SCHEDULER:
@@ -268,8 +278,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._plan.num_saves_in_flight > 0
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks come free once saves end."""
-        return self._plan.num_saves_in_flight > 0
+        """Whether blocks come free so soon that no request need be preempted for them."""
+        return self._plan.frees_blocks_soon
 
     def reset_cache(self) -> bool | None:
         """Take all of this engine's objects out of the store, and forget what was there."""
@@ -287,7 +297,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def unregister_kv_caches(self) -> None:
         """End all transfers and threads, before the caches go to sleep. Idempotent."""
         if self._worker is not None:
-            self._worker.close()
+            saves, loads = self._worker.close()
+            self._left_saves += saves
+            self._left_loads = self._left_loads.and_also(loads)
             self._worker = None
 
     def restore_kv_caches(self) -> None:
@@ -356,9 +368,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the loads between steps that have ended, and those of them that failed."""
-        if self._worker is None:
-            return KVConnectorTransferResults()
-        ended = self._worker.take_ended_loads()
+        ended, self._left_loads = self._left_loads, LoadsEnded()
+        if self._worker is not None:
+            ended = ended.and_also(self._worker.take_ended_loads())
         if self._by_layer:  # within a step: vLLM does not wait for their names
             self._ended = ended
             return KVConnectorTransferResults()
@@ -370,10 +382,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVFerryWorkerMetadata | None:
         """Return what has ended, for the scheduler's side."""
-        if self._worker is None:
-            return None
         loads, self._ended = self._ended, LoadsEnded()
-        saves = self._worker.take_ended_saves()
+        saves, self._left_saves = self._left_saves, Counter()
+        if self._worker is not None:
+            saves += self._worker.take_ended_saves()
         if not saves and not loads.ended:
             return None
         return KVFerryWorkerMetadata(saves, LoadsEnded(loads.ended, loads.failed))
@@ -420,6 +432,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         drop_last = getattr(speculative, "use_eagle_block_drop", lambda: False)
         specs = [self._config.kv_cache_groups[group.group_id].kv_cache_spec for group in groups]
         settings = self._settings
+        algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+        if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
+            log.warning(
+                "prefix_caching_hash_algo is %s without PYTHONHASHSEED: no other engine, nor this "
+                "one after its next start, will find what it stores; wanted sha256, or one seed",
+                algorithm,
+            )
         return SchedulerSide(
             Prefixes(groups, hash_tokens, drop_last=drop_last()),
             self._store,
@@ -429,6 +448,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 for group, spec in zip(groups, specs, strict=True)
                 if getattr(spec, "mamba_cache_mode", "") == "align"
             ],
+            loads_by_layer=self._by_layer,
             lookup_ttl_s=settings.linker.lookup_ttl_s,
             miss_ttl_s=settings.linker.miss_ttl_s,
             min_load_tokens=settings.connector.min_load_tokens,

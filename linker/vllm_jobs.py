@@ -24,18 +24,20 @@ class LoadJob:
     Attributes:
         request_id: whose.
         pages: by group.
+        error: why it cannot be begun, and counts as failed; empty if it can.
     """
 
     request_id: str
     pages: Mapping[int, GroupPages]
+    error: str = ""
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """A step's save: pages that hold their content once the step's forward pass has run.
+    """Pages to save, which hold their content once the step's forward pass has run.
 
     Attributes:
-        number: by which its end is reported; never used twice.
+        number: by which its end is reported; each is greater than the one before.
         pages: by group.
     """
 
@@ -49,11 +51,11 @@ class StepJobs:
 
     Attributes:
         loads: begun this step.
-        save: begun this step.
+        saves: begun this step.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
-    save: SaveJob | None = None
+    saves: list[SaveJob] = field(default_factory=list)
 
 
 @dataclass
@@ -69,3 +71,11 @@ class LoadsEnded:
     ended: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
+
+    def and_also(self, other: "LoadsEnded") -> "LoadsEnded":
+        """Return both together."""
+        return LoadsEnded(
+            self.ended | other.ended,
+            self.failed | other.failed,
+            self.failed_blocks | other.failed_blocks,
+        )

@@ -6,6 +6,7 @@ that has moved on gives them to another before the save has ended.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from kvferry.linker.vllm_pools import NULL_BLOCK_ID
 
 log = logging.getLogger(__name__)
 
+BRIEFLY_S = 0.2
+"""For so long blocks that a save holds are worth waiting for, rather than preempting a request."""
+
 LOOK_BACK_BLOCKS = 64
 """Blocks that had no hash yet are looked at again for so long: vLLM hashes some a step or two late,
 and others, that it will not keep, never."""
@@ -32,12 +36,10 @@ class _Known:
     Attributes:
         request: vLLM's own; its hashes grow.
         num_seen: by group, leading blocks that need no further look.
-        load: in flight.
     """
 
     request: Any
     num_seen: Counter[int] = field(default_factory=Counter)
-    load: LoadJob | None = None
 
 
 @dataclass
@@ -79,6 +81,7 @@ class SchedulerSide:
         *,
         num_workers: int,
         by_boundary: Collection[int],
+        loads_by_layer: bool,
         lookup_ttl_s: float,
         miss_ttl_s: float,
         min_load_tokens: int,
@@ -93,6 +96,8 @@ class SchedulerSide:
             num_workers: that must have ended a save before its blocks are free.
             by_boundary: groups whose blocks vLLM hands over one by one, as their place in a
                 request's block table says nothing.
+            loads_by_layer: whether loads run within the step that needs them. What such a step
+                computes is saved once all its loads are known to be good.
             lookup_ttl_s: how long an answer of the store is remembered.
             miss_ttl_s: how long what failed to load counts as missing.
             min_load_tokens: shorter hits are computed instead.
@@ -111,11 +116,15 @@ class SchedulerSide:
         self._hash_of = hash_of
         self._known: dict[str, _Known] = {}
         self._computed: dict[str, int] = {}  # what a lookup was told to be there already
+        self._loads_by_layer = loads_by_layer
         self._loads: list[LoadJob] = []
+        self._in_flight: dict[str, LoadJob] = {}
+        self._delayed: list[SaveJob] = []
         self._pool: Any = None
         self._table_of: Callable[[str], Sequence[Sequence[int]]] | None = None
         self._num_saves = 0
         self._held: dict[int, list[Any]] = {}
+        self._begun: dict[int, float] = {}
         self._num_held_blocks = 0
         self._ended: Counter[int] = Counter()
 
@@ -127,6 +136,12 @@ class SchedulerSide:
     def num_saves_in_flight(self) -> int:
         """Saves that have not ended on all workers."""
         return len(self._held)
+
+    @property
+    def frees_blocks_soon(self) -> bool:
+        """Whether saves hold blocks, none of them for long: not while the store is slow."""
+        now = time.monotonic()
+        return bool(self._held) and all(now - begun < BRIEFLY_S for begun in self._begun.values())
 
     # ---- loads ----
 
@@ -172,21 +187,49 @@ class SchedulerSide:
             if found.keys:
                 pages[group.group_id] = found
             known.num_seen[group.group_id] = end // group.block_tokens
-        known.load = LoadJob(request.request_id, pages)
-        self._loads.append(known.load)
+        load = LoadJob(request.request_id, pages, self._missing(pages, table, first, end))
+        if load.error:
+            log.error("load of %s: %s", request.request_id, load.error)
+        self._in_flight[request.request_id] = load
+        self._loads.append(load)
 
     def _pages_to_load(
         self, group: Group, request: Any, table: Sequence[int], first: int, end: int
     ) -> GroupPages:
         """Return the pages of a group that a prefix of `end` tokens lacks behind `first`."""
+        keys = group.page_keys(
+            request.block_hashes, self.prefixes.hash_tokens, end // group.block_tokens
+        )
+        wanted = self._positions(group, first, end)
+        wanted = [at for at in wanted if at < len(table) and table[at] != NULL_BLOCK_ID]
+        return GroupPages([keys[at] for at in wanted], [table[at] for at in wanted])
+
+    def _positions(self, group: Group, first: int, end: int) -> Iterable[int]:
+        """Return which blocks of a group a prefix of `end` tokens lacks behind `first`."""
         last = end // group.block_tokens
         start = first // group.block_tokens
         window = 1 if group.space == "state" else self.prefixes.window_pages(group)
         if group.space != "full" and window is not None:
             start = max(start, last - window)
-        keys = group.page_keys(request.block_hashes, self.prefixes.hash_tokens, last)
-        wanted = [at for at in range(start, min(last, len(table))) if table[at] != NULL_BLOCK_ID]
-        return GroupPages([keys[at] for at in wanted], [table[at] for at in wanted])
+        return range(start, last)
+
+    def _missing(
+        self,
+        pages: Mapping[int, GroupPages],
+        table: Sequence[Sequence[int]],
+        first: int,
+        end: int,
+    ) -> str:
+        """Return what keeps a load from filling all that will be read; empty if nothing does."""
+        for group in self.prefixes.groups:
+            wanted = len(list(self._positions(group, first, end)))
+            got = len(pages[group.group_id].keys) if group.group_id in pages else 0
+            if got != wanted:
+                return (
+                    f"vLLM gave group {group.group_id} {got} blocks for tokens {first} .. {end}, "
+                    f"wanted {wanted}; its table has {len(table[group.group_id])}"
+                )
+        return ""
 
     # ---- steps ----
 
@@ -218,7 +261,23 @@ class SchedulerSide:
                 known = self._known.get(request_id)
                 if known is not None and request_id not in gone:
                     self._choose_states(known.request, offers, chosen)
-        return StepJobs(loads, self._save_of(chosen))
+        save = self._save_of(chosen)
+        saves = [save] if save else []
+        if self._loads_by_layer:
+            saves = self._delay(saves)
+        return StepJobs(loads, saves)
+
+    def _delay(self, saves: list[SaveJob]) -> list[SaveJob]:
+        """Return the saves that may begin: none while a load within a step may have failed.
+
+        What is computed behind a failed load is rubbish until vLLM has computed it again, and other
+        ranks that have loaded well do not know. Nobody may find it under a good key.
+        """
+        self._delayed += saves
+        if self._in_flight:
+            return []
+        saves, self._delayed = self._delayed, []
+        return saves
 
     def _room(self) -> int:
         """Return how many more blocks saves may hold."""
@@ -282,6 +341,7 @@ class SchedulerSide:
         self._pool.touch(blocks)
         self._num_saves += 1
         self._held[self._num_saves] = blocks
+        self._begun[self._num_saves] = time.monotonic()
         self._num_held_blocks += len(blocks)
         pages = {
             group_id: GroupPages(list(group), [block.block_id for block in group.values()])
@@ -297,25 +357,38 @@ class SchedulerSide:
         self._ended.update(ended)
         for number in [n for n, count in self._ended.items() if count >= self._num_workers]:
             del self._ended[number]
-            blocks = self._held.pop(number, [])
-            self._num_held_blocks -= len(blocks)
-            self._pool.free_blocks(reversed(blocks))  # the end of a prefix is evicted first
+            self._free(number)
+
+    def _free(self, number: int) -> None:
+        self._begun.pop(number, None)
+        blocks = self._held.pop(number, [])
+        self._num_held_blocks -= len(blocks)
+        self._pool.free_blocks(reversed(blocks))  # the end of a prefix is evicted first
 
     def loads_ended(self, ended: Iterable[str], failed: Collection[str]) -> None:
         """Note loads that have ended; what failed counts as missing for a while."""
         for request_id in {*ended, *failed}:
-            known = self._known.get(request_id)
-            if known is None or known.load is None:
+            # vLLM may have finished the request already: what failed is remembered all the same.
+            load = self._in_flight.pop(request_id, None)
+            if load is None or request_id not in failed:
                 continue
-            load, known.load = known.load, None
-            if request_id not in failed:
-                continue
-            known.num_seen.clear()
+            if request_id in self._known:
+                self._known[request_id].num_seen.clear()
             for group in self.prefixes.groups:
                 if group.group_id in load.pages:
                     pages = load.pages[group.group_id].keys
                     for keys in self.prefixes.object_keys(group, pages):
                         self._existence.mark_failed(keys)
+            if self._loads_by_layer:
+                self._drop_delayed()
+
+    def _drop_delayed(self) -> None:
+        """Save nothing of steps whose loads failed; look at all blocks again."""
+        for save in self._delayed:
+            self._free(save.number)
+        self._delayed.clear()
+        for known in self._known.values():
+            known.num_seen.clear()
 
     def finished(self, request_id: str) -> None:
         """Forget a request; its blocks stay held where a save reads them."""

@@ -21,7 +21,7 @@ from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Store
 from kvferry.linker.transfer import Transfer
 from kvferry.linker.vllm_groups import GroupKeys
-from kvferry.linker.vllm_jobs import GroupPages, LoadJob, LoadsEnded, StepJobs
+from kvferry.linker.vllm_jobs import GroupPages, LoadJob, LoadsEnded, SaveJob, StepJobs
 from kvferry.linker.vllm_pools import VllmGroup, VllmPools
 
 log = logging.getLogger(__name__)
@@ -135,9 +135,11 @@ class WorkerSide:
         """Begin a step's loads, ordered behind what the current stream has been given so far."""
         batches: dict[int, list[tuple[_Load, GroupPages]]] = {}
         for job in jobs.loads:
-            load = self._loads[job.request_id] = _Load(job)
+            load = self._loads[job.request_id] = _Load(job, error=job.error)
             for group_id, pages in job.pages.items():
-                if group_id in self._groups:  # else none of its layers is on this stage
+                if (
+                    not job.error and group_id in self._groups
+                ):  # else none of its layers is on this stage
                     batches.setdefault(group_id, []).append((load, pages))
         jobs.loads = []  # begun once, however often this is called
         for group_id, batch in batches.items():
@@ -195,9 +197,9 @@ class WorkerSide:
     # ---- saves ----
 
     def begin_layer_saves(self, jobs: StepJobs) -> None:
-        """Begin a step's save before its first layer, where saves go by layer."""
+        """Begin a step's saves before its first layer, where saves go by layer."""
         if self._saves_by_layer:
-            self._begin_save(jobs)
+            self._begin_saves(jobs)
 
     def layer_written(self, layer_name: str) -> None:
         """Say that the current stream has been given all that writes a layer's pages."""
@@ -207,17 +209,19 @@ class WorkerSide:
                 save.layer_written(layer)
 
     def begin_saves(self, jobs: StepJobs) -> None:
-        """Begin a step's save, or its last part; the step's work is in the current stream."""
-        self._begin_save(jobs)
+        """Begin a step's saves, or their last part; the step's work is in the current stream."""
+        self._begin_saves(jobs)
         for _, save in self._layer_saves:
             save.all_written()
         self._layer_saves.clear()
 
-    def _begin_save(self, jobs: StepJobs) -> None:
-        job = jobs.save
-        if job is None or job.number <= self._last_save:
-            return  # nothing to save, or begun already
-        self._last_save = job.number
+    def _begin_saves(self, jobs: StepJobs) -> None:
+        for job in jobs.saves:
+            if job.number > self._last_save:  # else begun already
+                self._last_save = job.number
+                self._begin_save(job)
+
+    def _begin_save(self, job: SaveJob) -> None:
         begun = self._saves[job.number] = []
         for group_id, pages in job.pages.items():
             if group_id not in self._groups:
@@ -258,8 +262,12 @@ class WorkerSide:
 
     # ---- the end ----
 
-    def close(self) -> None:
+    def close(self) -> tuple[Counter[int], LoadsEnded]:
         """End all transfers and threads.
+
+        Returns:
+            What the scheduler has yet to hear of: saves, which read no block any more, and loads,
+            all of which count as failed.
 
         Raises:
             TransferFailed: a thread is still inside a store call.
@@ -273,6 +281,18 @@ class WorkerSide:
         with ExitStack() as each:
             for linker in self.linkers.values():
                 each.callback(linker.close, CLOSE_LIMIT_S)
+        names = set(self._loads)
+        blocks = {
+            block
+            for load in self._loads.values()
+            for pages in load.job.pages.values()
+            for block in pages.block_ids
+        }
+        numbers = Counter(list(self._saves))
+        self._loads.clear()
+        self._saves.clear()
+        self._on_the_wire.clear()
+        return numbers, LoadsEnded(names, set(names), blocks)
 
 
 def _report(save: Transfer) -> None:

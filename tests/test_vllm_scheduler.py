@@ -9,8 +9,9 @@ import pytest
 from test_vllm_groups import FULL, STATE, SWA, hashes, keys_of, prefixes
 
 from kvferry.errors import StoreUnavailable
+from kvferry.linker import vllm_scheduler
 from kvferry.linker.vllm_groups import Group
-from kvferry.linker.vllm_jobs import GroupPages, SaveJob
+from kvferry.linker.vllm_jobs import GroupPages, SaveJob, StepJobs
 from kvferry.linker.vllm_scheduler import LOOK_BACK_BLOCKS, SchedulerSide
 
 WINDOW = 2
@@ -46,7 +47,8 @@ class Bed:
         self.pool = Pool()
         self.tables: dict[str, tuple[list[int], ...]] = {}
         options: dict[str, Any] = {
-            "num_workers": 1, "by_boundary": (), "lookup_ttl_s": 0.0, "miss_ttl_s": 60.0,
+            "num_workers": 1, "by_boundary": (), "loads_by_layer": False,
+            "lookup_ttl_s": 0.0, "miss_ttl_s": 60.0,
             "min_load_tokens": 0, "max_held_share": 1.0, "hash_of": lambda block: block.block_hash,
             **settings,
         }  # fmt: skip
@@ -151,8 +153,8 @@ def test_what_failed_to_load_is_not_found_again_for_a_while() -> None:
     assert other.side.matched_tokens(one, 0) == 64
 
 
-def saved(save: SaveJob | None, group: Group = FULL) -> list[int]:
-    return [] if save is None else save.pages[group.group_id].block_ids
+def saved(jobs: StepJobs, group: Group = FULL) -> list[int]:
+    return [block for save in jobs.saves for block in save.pages[group.group_id].block_ids]
 
 
 def test_blocks_are_saved_in_the_step_that_completes_them() -> None:
@@ -161,14 +163,15 @@ def test_blocks_are_saved_in_the_step_that_completes_them() -> None:
     bed.tables["a"] = ([3, 4, 5, 6, 7, 8, 9],)
     bed.side.allocated(one, bed.tables["a"], 0)
     bed.computed(one, FULL, bed.tables["a"][0][:2])
-    first = bed.side.step({"a": 40}, (), {}).save
-    assert first == SaveJob(1, {0: GroupPages(FULL.page_keys(one.block_hashes, 16, 2), [3, 4])})
+    first = bed.side.step({"a": 40}, (), {})
+    wanted = GroupPages(FULL.page_keys(one.block_hashes, 16, 2), [3, 4])
+    assert first.saves == [SaveJob(1, {0: wanted})]
     assert bed.pool.held == [3, 4]
     one.num_computed_tokens = 40
     bed.computed(one, FULL, bed.tables["a"][0])
-    second = bed.side.step({"a": 60}, (), {}).save
+    second = bed.side.step({"a": 60}, (), {})
     assert saved(second) == [5, 6, 7, 8]
-    assert bed.side.step({"a": 1}, (), {}).save is None
+    assert bed.side.step({"a": 1}, (), {}).saves == []
     bed.side.saves_ended({1: 1})
     assert (bed.pool.held, bed.side.num_saves_in_flight) == ([5, 6, 7, 8], 1)
     bed.side.saves_ended({2: 1})
@@ -181,7 +184,7 @@ def test_blocks_are_held_until_every_worker_has_read_them() -> None:
     bed.tables["a"] = ([3, 4],)
     bed.side.allocated(one, bed.tables["a"], 0)
     bed.computed(one, FULL, [3, 4])
-    assert bed.side.step({"a": 32}, (), {}).save is not None
+    assert bed.side.step({"a": 32}, (), {}).saves
     bed.side.finished("a")
     for _ in range(2):
         bed.side.saves_ended({1: 1})
@@ -199,7 +202,7 @@ def test_blocks_without_their_hash_are_not_saved() -> None:
     bed.computed(one, SWA, [0, 0, 20])
     bed.pool.blocks[4].block_hash = None  # not kept by vLLM
     bed.pool.blocks[6].block_hash = hashlib.sha256(b"a part of it").digest()
-    save = bed.side.step({"a": 96}, (), {}).save
+    save = bed.side.step({"a": 96}, (), {})
     assert saved(save) == [3, 5, 7, 8]
     assert saved(save, SWA) == [20]
 
@@ -210,10 +213,10 @@ def test_late_hashes_are_seen_a_step_later() -> None:
     bed.tables["a"] = ([3, 4, 5, 6],)
     bed.side.allocated(one, bed.tables["a"], 0)
     bed.computed(one, FULL, [3, 4])
-    assert saved(bed.side.step({"a": 64}, (), {}).save) == [3, 4]
+    assert saved(bed.side.step({"a": 64}, (), {})) == [3, 4]
     one.num_computed_tokens = 64
     bed.computed(one, FULL, [3, 4, 5, 6])
-    assert saved(bed.side.step({"a": 1}, (), {}).save) == [5, 6]
+    assert saved(bed.side.step({"a": 1}, (), {})) == [5, 6]
 
 
 def test_looking_back_is_bounded() -> None:
@@ -224,10 +227,10 @@ def test_looking_back_is_bounded() -> None:
     table = list(range(1, count + 1))
     bed.tables["a"] = (table,)
     bed.side.allocated(one, bed.tables["a"], 0)
-    assert bed.side.step({"a": count * 16}, (), {}).save is None
+    assert bed.side.step({"a": count * 16}, (), {}).saves == []
     one.num_computed_tokens = count * 16
     bed.computed(one, FULL, table)
-    assert saved(bed.side.step({"a": 1}, (), {}).save) == table[10:]
+    assert saved(bed.side.step({"a": 1}, (), {})) == table[10:]
 
 
 def test_a_step_saves_a_key_once() -> None:
@@ -237,7 +240,7 @@ def test_a_step_saves_a_key_once() -> None:
         bed.tables[name] = (table,)
         bed.side.allocated(one, bed.tables[name], 0)
         bed.computed(one, FULL, table)
-    assert saved(bed.side.step({"a": 32, "b": 32}, (), {}).save) == [3, 4]
+    assert saved(bed.side.step({"a": 32, "b": 32}, (), {})) == [3, 4]
 
 
 def test_loaded_blocks_are_not_saved_again() -> None:
@@ -250,7 +253,7 @@ def test_loaded_blocks_are_not_saved_again() -> None:
     bed.side.loads_ended({"a"}, set())
     one.num_computed_tokens = 64
     bed.computed(one, FULL, bed.tables["a"][0])
-    assert saved(bed.side.step({"a": 36}, (), {}).save) == [7, 8]
+    assert saved(bed.side.step({"a": 36}, (), {})) == [7, 8]
 
 
 def test_preempted_requests_begin_anew() -> None:
@@ -259,11 +262,11 @@ def test_preempted_requests_begin_anew() -> None:
     bed.tables["a"] = ([3, 4],)
     bed.side.allocated(one, bed.tables["a"], 0)
     bed.computed(one, FULL, [3, 4])
-    assert saved(bed.side.step({"a": 32}, (), {}).save) == [3, 4]
-    assert bed.side.step({"a": 32}, ["a"], {}).save is None
+    assert saved(bed.side.step({"a": 32}, (), {})) == [3, 4]
+    assert bed.side.step({"a": 32}, ["a"], {}).saves == []
     bed.tables["a"] = ([23, 24],)
     bed.computed(one, FULL, [23, 24])
-    assert saved(bed.side.step({"a": 32}, (), {}).save) == [23, 24]
+    assert saved(bed.side.step({"a": 32}, (), {})) == [23, 24]
 
 
 def test_states_come_by_their_boundary_alone() -> None:
@@ -274,8 +277,7 @@ def test_states_come_by_their_boundary_alone() -> None:
     bed.computed(one, STATE, [0, 40])
     bed.pool.blocks[41].block_hash = one.block_hashes[3]
     offers = {"a": [(2, 40, 128), (2, 41, 64), (2, 41, 48), (2, 40, 64), (7, 40, 64)]}
-    save = bed.side.step({"a": 144}, (), offers).save
-    assert save is not None
+    (save,) = bed.side.step({"a": 144}, (), offers).saves
     assert save.pages == {
         2: GroupPages([one.block_hashes[7].hex(), one.block_hashes[3].hex()], [40, 41])
     }
@@ -289,12 +291,12 @@ def test_saves_in_flight_hold_no_more_than_their_share() -> None:
         bed.tables[name] = (table,)
         bed.side.allocated(one, bed.tables[name], 0)
         bed.computed(one, FULL, table)
-    assert saved(bed.side.step({"a": 32, "b": 32}, (), {}).save) == [3, 4, 13]
+    assert saved(bed.side.step({"a": 32, "b": 32}, (), {})) == [3, 4, 13]
     assert (bed.side.num_postponed, bed.pool.held) == (1, [3, 4, 13])
     one.num_computed_tokens = 32
-    assert bed.side.step({"b": 1}, (), {}).save is None
+    assert bed.side.step({"b": 1}, (), {}).saves == []
     bed.side.saves_ended({1: 1})
-    assert saved(bed.side.step({"b": 1}, (), {}).save) == [14]
+    assert saved(bed.side.step({"b": 1}, (), {})) == [14]
 
 
 def test_reset_deletes_the_models_objects() -> None:
@@ -322,4 +324,81 @@ def test_a_finished_request_is_forgotten(num_external: int) -> None:
     bed.side.finished("a")
     bed.side.loads_ended({"a"}, {"a"})
     bed.tables["a"] = ([5, 6, 7, 8],)
-    assert bed.side.step({"a": 1}, (), {}).save is None
+    assert bed.side.step({"a": 1}, (), {}).saves == []
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_what_failed_is_remembered_though_its_request_has_ended(is_finished: bool) -> None:
+    bed = Bed()
+    one = request("a", 65)
+    bed.store(FULL, one.block_hashes, range(4))
+    assert bed.side.matched_tokens(one, 0) == 64
+    bed.side.allocated(one, ([5, 6, 7, 8],), 64)
+    if is_finished:
+        bed.side.finished("a")
+    bed.side.loads_ended({"a"}, {"a"})
+    assert bed.side.matched_tokens(request("b", 65), 0) == 0
+
+
+@pytest.mark.parametrize("table", [[5, 0, 7, 8], [5, 6, 7]])
+def test_loads_that_would_leave_a_gap_count_as_failed(table: list[int]) -> None:
+    bed = Bed()
+    one = request("a", 65)
+    bed.store(FULL, one.block_hashes, range(4))
+    bed.side.matched_tokens(one, 0)
+    bed.side.allocated(one, (table,), 64)
+    (load,) = bed.side.step({}, (), {}).loads
+    assert load.error.startswith("vLLM gave group 0 3 blocks for tokens 0 .. 64, wanted 4")
+
+
+def with_a_load_by_layer() -> Bed:
+    """A request whose first three blocks are loaded in the step that computes two more."""
+    bed = Bed(loads_by_layer=True)
+    one = request("a", 81)
+    bed.store(FULL, one.block_hashes, range(3))
+    assert bed.side.matched_tokens(one, 0) == 48
+    bed.tables["a"] = ([3, 4, 5, 6, 7, 8],)
+    bed.side.allocated(one, bed.tables["a"], 48)
+    one.num_computed_tokens = 48
+    bed.computed(one, FULL, bed.tables["a"][0])
+    jobs = bed.side.step({"a": 33}, (), {})
+    assert (len(jobs.loads), jobs.saves) == (1, [])
+    assert bed.pool.held == [6, 7]  # though vLLM might free them now
+    return bed
+
+
+def test_what_is_computed_behind_a_load_is_saved_once_it_is_good() -> None:
+    bed = with_a_load_by_layer()
+    assert bed.side.step({}, (), {}).saves == []
+    bed.side.finished("a")
+    bed.side.loads_ended({"a"}, set())
+    assert bed.side.num_saves_in_flight == 1
+    jobs = bed.side.step({}, (), {})
+    assert saved(jobs) == [6, 7]
+    bed.side.saves_ended({jobs.saves[0].number: 1})
+    assert bed.pool.held == []
+
+
+def test_what_is_computed_behind_a_failed_load_is_not_saved() -> None:
+    bed = with_a_load_by_layer()
+    bed.side.loads_ended({"a"}, {"a"})
+    assert (bed.pool.held, bed.side.num_saves_in_flight) == ([], 0)
+    one = request("a", 81)
+    bed.side.allocated(one, bed.tables["a"], 0)  # computed again, from the start
+    assert saved(bed.side.step({"a": 80}, (), {})) == [3, 4, 5, 6, 7]
+
+
+def test_blocks_are_waited_for_while_that_is_brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    bed = Bed()
+    one = request("a", 32)
+    bed.tables["a"] = ([3, 4],)
+    bed.side.allocated(one, bed.tables["a"], 0)
+    bed.computed(one, FULL, [3, 4])
+    assert not bed.side.frees_blocks_soon
+    bed.side.step({"a": 32}, (), {})
+    assert bed.side.frees_blocks_soon
+    later = vllm_scheduler.time.monotonic() + 2 * vllm_scheduler.BRIEFLY_S
+    monkeypatch.setattr(vllm_scheduler.time, "monotonic", lambda: later)
+    assert not bed.side.frees_blocks_soon
+    bed.side.saves_ended({1: 1})
+    assert not bed.side.frees_blocks_soon

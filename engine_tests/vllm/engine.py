@@ -39,7 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-LIMIT_S = 30.0
+LIMIT_S = 20.0
 
 
 @dataclass
@@ -87,6 +87,7 @@ class Worker:
         self.spoiled: list[str] = []
         self._tables: dict[str, list[list[int]]] = {}
         self._num_known: dict[str, int] = {}
+        self._num_asked: dict[str, int] = {}
         self._v1 = runner == "v1"
         self._be_current()
         if self._v1:
@@ -143,29 +144,26 @@ class Worker:
         for layer in self.layers:
             attention(layer, layer.name)
         self.spoiled += [span.spoiled for span in spans if span.spoiled]
-        self._check_save(scheduled.kv_connector_metadata.jobs.save)
+        for save in scheduled.kv_connector_metadata.jobs.saves:
+            for layer in self.layers:
+                if layer.group_id in save.pages:
+                    self._check_save(layer, save.pages[layer.group_id])
 
-    def _check_save(self, save: Any) -> None:
-        if save is None:
-            return
-        for layer in self.layers:
-            if layer.group_id in save.pages:
-                pages = save.pages[layer.group_id]
-                for key, block in zip(pages.keys, pages.block_ids, strict=True):
-                    fault = layer.block_fault(block, self.told.of_key[key])
-                    assert not fault, f"about to be saved: {fault}"
+    def _check_save(self, layer: Layer, pages: Any) -> None:
+        for key, block in zip(pages.keys, pages.block_ids, strict=True):
+            fault = layer.block_fault(block, self.told.of_key[key])
+            assert not fault, f"about to be saved: {fault}"
 
     def _sample(self, name: str, span: Span) -> list[int]:
         if len(span.tags) < self._num_known[name]:
             return []
-        self._num_known[name] += 1
         return [0 if span.spoiled else next_token(span.tags[-1])]
 
     def _be_current(self) -> None:
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
 
     def _check_null(self, jobs: Any) -> None:
-        for job in (*jobs.loads, *filter(None, [jobs.save])):
+        for job in (*jobs.loads, *jobs.saves):
             for pages in job.pages.values():
                 assert 0 not in pages.block_ids, "the null block travels"
                 assert len(set(pages.block_ids)) == len(pages.block_ids) == len(pages.keys)
@@ -176,6 +174,7 @@ class Worker:
         for new in scheduled.scheduled_new_reqs:
             self._tables[new.req_id] = [list(ids) for ids in new.block_ids]
             self._num_known[new.req_id] = len(new.prefill_token_ids or new.prompt_token_ids)
+            self._num_asked[new.req_id] = len(new.prompt_token_ids)
         cached = scheduled.scheduled_cached_reqs
         for name, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if name in cached.resumed_req_ids:
@@ -183,6 +182,8 @@ class Worker:
             elif ids is not None:
                 for table, more in zip(self._tables[name], ids, strict=True):
                     table += more
+        for name, count in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            self._num_known[name] = self._num_asked[name] + count
 
     def _spans(self, scheduled: Any) -> dict[str, Span]:
         cached = scheduled.scheduled_cached_reqs
@@ -332,7 +333,8 @@ class Engine:
         """Go one step on."""
         scheduled = self.scheduler.schedule()
         self._note_hashes()
-        outputs = [worker.execute(scheduled) for worker in self.workers]
+        # As between processes: plain data, and nobody's own.
+        outputs = [pickle.loads(pickle.dumps(w.execute(scheduled))) for w in self.workers]
         self._queue.append((scheduled, self._aggregator.aggregate(outputs)))
         # With async scheduling a step is planned before the last one's outcome is known.
         while len(self._queue) > (1 if self._is_async and scheduled.num_scheduled_tokens else 0):
@@ -373,6 +375,19 @@ class Engine:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
     @property
+    def stores(self) -> list[Any]:
+        """The workers' clients of the store, whose calls a test can hold or break."""
+        return [worker.connector._store for worker in self.workers]
+
+    @property
+    def num_loading(self) -> int:
+        """Requests that wait for the connector."""
+        return sum(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in self.scheduler.requests.values()
+        )
+
+    @property
     def spoiled(self) -> list[str]:
         """What steps read wrong."""
         return [text for worker in self.workers for text in worker.spoiled]
@@ -393,3 +408,9 @@ class Engine:
                     answer.reason = str(item.finish_reason)
             if outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats:
                 self.stats.append(outputs.scheduler_stats.kv_connector_stats)
+
+
+def prompt(num_tokens: int, branch: int = 0, common: int = 0) -> list[int]:
+    """Return a prompt; all share their first `common` tokens with those of branch 0."""
+    branches = [0] * common + [branch] * (num_tokens - common)
+    return [(at * 7 + branch * 31) % 400 + 1 for at, branch in enumerate(branches)]

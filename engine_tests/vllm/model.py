@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from plan import Plan, bound
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvferry.testing import POISON, telling_bytes
 
@@ -182,6 +182,7 @@ def layers_of(plan: Plan, rank: int) -> list[Layer]:
         by_name = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         for name in group.layer_names:
             spec = by_name.get(name, group.kv_cache_spec)
-            salt = zlib.crc32(f"{name} of rank {rank}".encode()) >> 8
+            own = 0 if isinstance(spec, MLAAttentionSpec) else rank  # latents are on all ranks
+            salt = zlib.crc32(f"{name} of rank {own}".encode()) >> 8
             layers.append(Layer(name, group_id, spec, plan.caches[name], salt))
     return sorted(layers, key=lambda layer: [int(p) for p in layer.name.split(".") if p.isdigit()])
