@@ -3,7 +3,8 @@
 `sglang_engine.py SETTINGS`, where SETTINGS is a JSON object: the arguments of `sglang.Engine`, and
 `limit_s`, after which the program ends in any case. Orders, each answered by one line:
 
-    {"do": "generate", "prompts": [[3, 4], [5]], "salt": "", "new_tokens": 3, "flushes": 0}
+    {"do": "generate", "prompts": [[3, 4], [5]], "salt": "", "new_tokens": 3, "flushes": 0,
+     "together": false}
     {"do": "flush"}
     {"do": "end"}
 
@@ -41,12 +42,14 @@ FLUSH_PAUSE_S = 0.05
 """Between flushes while prompts are answered."""
 
 
-async def _answer(engine: Any, prompt: list[int], order: dict[str, Any]) -> dict[str, Any]:
-    """Return one prompt's answer, or how SGLang refused it."""
+async def _answers(
+    engine: Any, prompts: list[list[int]], order: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the answers to one request of some prompts, or how SGLang refused it."""
     begin_s = time.perf_counter()
     try:
-        reply = await engine.async_generate(
-            input_ids=prompt,
+        replies = await engine.async_generate(
+            input_ids=prompts,
             sampling_params={"max_new_tokens": order["new_tokens"], "temperature": 0},
             return_logprob=True,
             top_logprobs_num=5,
@@ -54,7 +57,13 @@ async def _answer(engine: Any, prompt: list[int], order: dict[str, Any]) -> dict
         )
     except Exception as error:  # noqa: BLE001 -- whatever it was is the answer, and is judged
         code = getattr(error, "status_code", 0)
-        return {"error": f"{type(error).__name__}: {error}", "code": code}
+        return [{"error": f"{type(error).__name__}: {error}", "code": code}] * len(prompts)
+    seconds = time.perf_counter() - begin_s
+    return [{**_told(reply), "seconds": seconds} for reply in replies]
+
+
+def _told(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return what is compared of one reply."""
     told = reply["meta_info"]
     details = told.get("cached_tokens_details") or {}
     return {
@@ -63,7 +72,6 @@ async def _answer(engine: Any, prompt: list[int], order: dict[str, Any]) -> dict
         "device": details.get("device", told["cached_tokens"]),
         "host": details.get("host", 0),
         "finish": told["finish_reason"]["type"],
-        "seconds": time.perf_counter() - begin_s,
     }
 
 
@@ -81,15 +89,12 @@ async def _generate(engine: Any, order: dict[str, Any]) -> dict[str, Any]:
             done.append(await _flush(engine))
         return done
 
-    begin_s = time.perf_counter()
+    prompts = order["prompts"]
+    requests = [prompts] if order.get("together") else [[prompt] for prompt in prompts]
     *answers, flushed = await asyncio.gather(
-        *(_answer(engine, prompt, order) for prompt in order["prompts"]), flushes()
+        *(_answers(engine, request, order) for request in requests), flushes()
     )
-    return {
-        "answers": answers,
-        "flushed": flushed,
-        "seconds": time.perf_counter() - begin_s,
-    }
+    return {"answers": [one for several in answers for one in several], "flushed": flushed}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -108,22 +108,26 @@ def run_hits(
         note("engine A answers, and leaves its pages in Mooncake")
         for name, prompts in groups.items():
             # The longer prompt finds the shorter one on the device: that is its hit.
-            cold[name] = [] if name == "longer" else engine.generate(prompts, salt=REFERENCE)
-            device[name] = engine.generate(prompts, salt=REFERENCE)
+            if name == "longer":
+                cold[name] = []
+            else:
+                cold[name] = engine.generate(prompts, salt=REFERENCE, together=True)
+            device[name] = engine.generate(prompts, salt=REFERENCE, together=True)
             number = device[name][0].get("device", 0)
             other = case.with_other_prefix(prompts[0], number)
             others[name] = engine.generate([other], salt=REFERENCE)[0]
         before = bed.keys()
-        stored = [case.prompt, *case.at_once]
-        engine.generate(stored)
-        num_pages = sum(case.whole_pages(prompt) // case.page_size for prompt in stored)
+        num_pages = 0
+        for name in ("again", "at once"):
+            engine.generate(groups[name], together=True)
+            num_pages += sum(case.whole_pages(each) // case.page_size for each in groups[name])
         bed.wait_stored(before, num_pages)
     note("engine B starts")
     with bed.engine("B") as engine:
         engine.generate([case.warm_up])
         for name, prompts in groups.items():
             note(f"engine B answers: {name}")
-            loaded = engine.generate(prompts)
+            loaded = engine.generate(prompts, together=True)
             engine.flush()  # the next must find nothing on the device
             hits.append(Hit(case, name, prompts, cold[name], device[name], loaded, others[name]))
         then(engine)
