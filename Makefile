@@ -11,7 +11,7 @@ READY_VLLM_ENGINE := .venv-vllm-engine/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo demo-sglang demo-vllm test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm check doctor bench-host bench-transport bench-layers bench-sglang bench-overlap inspect inspect-newest tune bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
+.PHONY: help demo demo-sglang demo-vllm test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm check doctor bench-host bench-transport bench-layers bench-sglang bench-vllm bench-overlap inspect inspect-newest tune bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -75,6 +75,9 @@ bench-layers: $(READY) ## packed layer groups beside ranges straight from the po
 
 bench-sglang: $(READY_SGLANG) ## kvferry's linker beside SGLang's own, in one process: some 15 minutes
 	.venv-sglang/bin/python benchmarks/bench_sglang.py $(if $(WRITE),--write)
+
+bench-vllm: $(READY_VLLM) ## kvferry's descriptors beside those of vLLM's Mooncake connector
+	.venv-vllm/bin/python benchmarks/bench_vllm.py $(if $(WRITE),--write)
 
 bench-overlap: $(READY) ## a layer-wise load beside a step's compute (OUT=folder for its timeline)
 	$(BIN)/python benchmarks/bench_overlap.py $(if $(OUT),--out $(OUT))

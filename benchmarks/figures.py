@@ -43,6 +43,14 @@ BENCHMARKS = {
         "median over rounds. The wall bars judge the linker without checksums, since SGLang's has "
         "none. Last, what SGLang's linker says to models that it refuses.",
     ),
+    "vllm": (
+        "make bench-vllm",
+        "How much Python runs before the bytes of a prefix move: keys and descriptors by vLLM "
+        "0.33's own MooncakeStoreConnector code, beside all that kvferry does until its store "
+        "calls. Processor time of one thread, medians; no bytes move. Values: `prepare_values` "
+        "alone; first: until the first of kvferry's store calls. Pools are shrunk to 512 blocks, "
+        "layers and blocks are real.",
+    ),
     "overlap": (
         "make bench-overlap",
         "Does compute hide a layer-wise load, but for its first group? A simulated model on a CPU, "
@@ -53,9 +61,10 @@ BENCHMARKS = {
         "What comes of ten minutes of saves, loads, cancels and faults, by callers side by side?",
     ),
 }
-APART = ("soak", "sglang")
-"""Recorded on their own, for they take long: `python benchmarks/soak.py --minutes 10 --write` and
-`make bench-sglang WRITE=1`, in an environment with SGLang; then `figures.py --texts`."""
+APART = ("soak", "sglang", "vllm")
+"""Recorded on their own: `python benchmarks/soak.py --minutes 10 --write`, for it takes long; `make
+bench-sglang WRITE=1` and `make bench-vllm WRITE=1`, in environments with engines; then
+`figures.py --texts`."""
 
 
 def measure() -> int:
