@@ -171,6 +171,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise ArgumentError(
                 "enable_prefix_caching is False, wanted True: pages are kept under its hashes"
             )
+        context_ranks = getattr(self._parallel, "prefill_context_parallel_size", 1)
+        if context_ranks > 1:
+            raise ArgumentError(
+                f"prefill_context_parallel_size is {context_ranks}, wanted 1: which rank keeps "
+                "which tokens is not described"
+            )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._caches: dict[str, torch.Tensor] = {}
@@ -429,7 +435,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _make_scheduler(self, vllm_config: Any, groups: Sequence[Group]) -> SchedulerSide:
         _, hash_tokens = resolve_kv_cache_block_sizes(self._config, vllm_config)
         speculative = vllm_config.speculative_config
-        drop_last = getattr(speculative, "use_eagle_block_drop", lambda: False)
+        drop_last = getattr(speculative, "use_eagle_block_drop", lambda: False)()
+        if getattr(vllm_config, "num_hash_lookahead_tokens", 0):
+            drop_last = False  # hashes tell the token behind the block, which drafts depend on
         specs = [self._config.kv_cache_groups[group.group_id].kv_cache_spec for group in groups]
         settings = self._settings
         algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -440,7 +448,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 algorithm,
             )
         return SchedulerSide(
-            Prefixes(groups, hash_tokens, drop_last=drop_last()),
+            Prefixes(groups, hash_tokens, drop_last=drop_last),
             self._store,
             num_workers=self._parallel.world_size,
             by_boundary=[

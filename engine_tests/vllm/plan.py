@@ -9,7 +9,6 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -22,6 +21,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import add_kv_sharing_layers_to_kv_cache_groups, allocate_kv_cache
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core import kv_cache_utils as planning
 
 from kvferry.linker.vllm_pools import VllmGroup, VllmPools, read_vllm_pools
 
@@ -130,8 +134,8 @@ def make(
         speculative_config=None,
         max_in_flight_tokens=64,
     )
-    groups = get_kv_cache_groups(settings, dict(specs))
-    config = get_kv_cache_config_from_groups(settings, groups, 1 << 20)
+    groups = planning.get_kv_cache_groups(settings, dict(specs))
+    config = planning.get_kv_cache_config_from_groups(settings, groups, 1 << 20)
     caches = allocate_kv_cache(
         config,
         torch.device("cpu"),

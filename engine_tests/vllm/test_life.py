@@ -61,6 +61,34 @@ def test_prefix_caching_is_needed(make: Make, base_config: Any) -> None:
         base_config.cache_config.enable_prefix_caching = True
 
 
+def test_context_parallel_prefills_are_refused(make: Make, base_config: Any) -> None:
+    base_config.parallel_config.prefill_context_parallel_size = 2
+    try:
+        with pytest.raises(ArgumentError, match="prefill_context_parallel_size is 2, wanted 1"):
+            make()
+    finally:
+        base_config.parallel_config.prefill_context_parallel_size = 1
+
+
+@pytest.mark.parametrize("seed", ["", "7"])
+def test_hashes_that_nobody_else_makes_are_warned_of(
+    seed: str,
+    make: Make,
+    base_config: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    connector = make().connector
+    monkeypatch.setattr(base_config.cache_config, "prefix_caching_hash_algo", "xxhash")
+    caplog.clear()
+    connector._make_scheduler(base_config, connector._plan.prefixes.groups)
+    told = [line for line in caplog.messages if "without PYTHONHASHSEED: no other engine" in line]
+    assert len(told) == (0 if seed else 1)
+
+
 def test_sleep_and_wake(make: Make) -> None:
     engine = make("gpt_oss")
     engine.ask(prompt(200))
