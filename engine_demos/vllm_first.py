@@ -10,6 +10,7 @@ from answers import furthest
 from engine_process import EngineError
 from vllm_bed import VllmBed
 
+KVFERRY = "kvferry"
 NUM_PROMPTS = 3
 CHUNK_TOKENS = 2048
 """Whole prompts at once: vLLM's ExampleConnector does not know of chunks."""
@@ -35,15 +36,14 @@ def run_first(bed: VllmBed, out: Path, note: Callable[[str], None]) -> list[dict
         "kv_connector_extra_config": {"shared_storage_path": str(folder)},
     }
     rows = []
-    for name, connector in (("vLLM's ExampleConnector", example), ("kvferry", bed.kvferry())):
+    for name, connector in ((KVFERRY, bed.kvferry()), ("vLLM's ExampleConnector", example)):
         note(f"time to first token: {name}")
         try:
             rows.append({"model": bed.case.name, "connector": name, **_row(bed, name, connector)})
         except EngineError as error:
-            if connector is not example:
+            if name == KVFERRY:
                 raise
-            told = {"said": f"{error}"}
-            rows.append({"model": bed.case.name, "connector": name, **told})
+            rows.append({"model": bed.case.name, "connector": name, "said": str(error)})
     return rows
 
 
@@ -56,7 +56,7 @@ def _row(bed: VllmBed, name: str, connector: dict[str, Any]) -> dict[str, Any]:
         before = bed.keys()
         cold = [answer for prompt in prompts for answer in engine.generate([prompt])]
         local = [answer for prompt in prompts for answer in engine.generate([prompt])]
-        if name == "kvferry":
+        if name == KVFERRY:
             num_pages = bed.case.whole_pages(prompts[0]) // bed.case.page_size
             bed.wait_stored(before, NUM_PROMPTS * num_pages)
     with bed.engine(f"{log}-reads", connector=connector, settings=settings) as engine:
