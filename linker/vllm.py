@@ -167,6 +167,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 f"{len(kv_cache_config.kv_cache_groups)} cache groups, for which vLLM cannot take "
                 "back a step whose load failed; wanted 'async'"
             )
+        if self._by_layer and vllm_config.max_concurrent_batches > 1:
+            raise ArgumentError(
+                "loads is 'layerwise', but vLLM runs "
+                f"{vllm_config.max_concurrent_batches} steps at a time and cannot take back the "
+                "one behind a failed load; wanted 'async', or --no-async-scheduling and no "
+                "pipeline stages"
+            )
         if not vllm_config.cache_config.enable_prefix_caching:
             raise ArgumentError(
                 "enable_prefix_caching is False, wanted True: pages are kept under its hashes"

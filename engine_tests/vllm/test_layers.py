@@ -71,6 +71,18 @@ def test_several_groups_are_refused(make: Make) -> None:
     check(engine, other)
 
 
+def test_steps_that_overlap_are_refused(make: Make) -> None:
+    overlapping = {"async_scheduling": True}
+    with pytest.raises(ArgumentError, match="loads is 'layerwise', but vLLM runs 2 steps at a"):
+        make(settings=BOTH, scheduler=overlapping)
+    engine = make(settings={"saves": "layerwise"}, scheduler=overlapping)
+    assert engine.ask(prompt(200), 20).is_right
+    other = make(scheduler=overlapping)
+    assert other.ask(prompt(200), 20).num_external == 192
+    assert other.spoiled == []
+    check(engine, other)
+
+
 def test_graphs_that_would_leave_the_hooks_out() -> None:
     asked = KVFerryConnector.requires_piecewise_for_cudagraph
     assert [asked({}), asked({"loads": "layerwise"}), asked({"saves": "layerwise"})] == [

@@ -38,7 +38,7 @@ def test_round_trip(name: str, layout: KVCacheLayout, make: Make) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_local_and_external_hits(name: str, make: Make) -> None:
-    first, second = make(name), make(name)
+    first, second = make(name, num_blocks=256), make(name, num_blocks=256)
     first.ask(prompt(400), 2)
     second.ask(prompt(200), 2)  # from the store
     longer = second.ask(prompt(400), 2)
