@@ -13,7 +13,7 @@ from sglang_bed import ENGINE_LIMIT_S, START_LIMIT_S, Bed, Engine
 LOOKUP_TTL_S = 3.0
 """Long enough for an object to be removed between its lookup and its load."""
 
-DEVICE_TOKENS = 16384
+DEVICE_TOKENS = 32768
 """Tokens that the device's cache holds."""
 
 

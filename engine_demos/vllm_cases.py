@@ -13,7 +13,8 @@ CASES = {
     for case in (
         Case("llama", ATTENTION, "K and V", page_size=32),
         Case("gemma3", ATTENTION, "K and V, full and sliding window", page_size=32),
-        Case("qwen3_next", ATTENTION, "K and V, GDN states", page_size=128),
+        Case("qwen3_next", ATTENTION, "K and V, GDN states", page_size=256),
     )
 }
-"""By name, in the order in which they run. `page_size` is vLLM's `block_size`."""
+"""By name, in the order in which they run. `page_size` is the `block_size` that vLLM comes to: with
+states it makes blocks of attention as long as a state."""
