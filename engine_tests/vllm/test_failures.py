@@ -9,6 +9,7 @@ from engine import Engine, prompt
 from hooked import Do, Pause
 
 from kvferry.errors import StoreUnavailable
+from kvferry.linker.store import ObjectResult, Outcome
 
 Make = Callable[..., Engine]
 POLICIES = ("recompute", "fail")
@@ -43,6 +44,22 @@ def test_objects_that_vanish_before_the_load(name: str, policy: str, make: Make)
     again = second.ask(prompt(200))
     assert again.is_right
     assert again.num_external == 0
+    check(first, second)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_objects_that_cannot_be_read_are_not_tried_again_at_once(policy: str, make: Make) -> None:
+    """They are still found, so that a client's next try would fail like the last."""
+    first, second = make(), make(policy=policy)
+    first.ask(prompt(200))
+    store = second.stores[0]
+    store.before["get"] = lambda keys, *_: [ObjectResult(Outcome.FAILED)] * len(keys)
+    answer = second.ask(prompt(200))
+    assert answer.reason == ("length" if policy == "recompute" else "error")
+    tries = store.count("get")
+    assert tries > 0
+    again = second.ask(prompt(200))
+    assert (again.is_right, again.num_external, store.count("get")) == (True, 0, tries)
     check(first, second)
 
 
