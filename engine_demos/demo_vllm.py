@@ -26,7 +26,6 @@ from vllm_preempt import run_preempted
 
 from kvferry.errors import KVFerryError
 
-
 FIRST_HEADING = """\
 time to first token, medians of 3 prompts, one at a time; said: why a connector has none
 (vLLM's MooncakeStoreConnector is not here: it records a CUDA event for every save)"""
