@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,10 @@ def make(
     client: MooncakeStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Make]:
-    """Makes engines by the name of their model, closed after the test; all in one namespace."""
+    """Makes engines by the name of their model, closed after the test; all in one namespace.
+
+    `stages` are the layers of each pipeline stage, if there are several.
+    """
     engines: list[Engine] = []
     namespace = f"test-{next(_names)}"
     before = set(threading.enumerate())
@@ -126,6 +129,7 @@ def make(
         *,
         num_blocks: int = 128,
         num_ranks: int = 1,
+        stages: Sequence[dict[str, Any]] = (),
         settings: dict[str, Any] | None = None,
         policy: str = "recompute",
         scheduler: dict[str, Any] | None = None,
@@ -149,14 +153,16 @@ def make(
         for field, value in (scheduler or {}).items():
             setattr(config.scheduler_config, field, value)
         config.parallel_config.tensor_parallel_size = num_ranks
-        config.parallel_config.world_size = num_ranks
+        config.parallel_config.pipeline_parallel_size = len(stages) or 1
+        config.parallel_config.world_size = num_ranks * (len(stages) or 1)
         specs = plan.MODELS[name]()
         if name == "qwen3_next":
             config.cache_config.mamba_cache_mode = "align"
             config.cache_config.block_size = 3 * plan.BLOCK
         elif name == "deepseek_v32":
             config.cache_config.block_size = 64
-        plans = [plan.make(specs, layout, num_blocks=num_blocks) for _ in range(num_ranks)]
+        shares = stages or [specs] * num_ranks
+        plans = [plan.make(share, layout, num_blocks=num_blocks) for share in shares]
         with monkeypatch.context() as patched:
             patched.setattr(connector, "MooncakeStore", lambda _: SharedClient(client))
             engines.append(Engine(config, plans, **more))

@@ -1,13 +1,15 @@
-"""Two tensor-parallel ranks: hits need both, failures of either count, blocks wait for both."""
+"""Two ranks or stages: hits need both, failures of either count, blocks wait for both."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import plan
 import pytest
 from engine import Engine, prompt
 from hooked import Do, Pause
 from test_failures import check
+from vllm.config import ModelConfig
 
 from kvferry.linker import vllm as connector
 
@@ -68,7 +70,9 @@ def test_a_hit_needs_the_objects_of_both(make_pair: Make) -> None:
 @pytest.mark.parametrize("loads", ["async", "layerwise"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_load_that_fails_on_one_rank(rank: int, loads: str, make_pair: Make) -> None:
-    first, second = make_pair(), make_pair(settings={"loads": loads})
+    # In chunks: what is computed again takes several steps.
+    chunks = {"max_num_batched_tokens": 64}
+    first, second = make_pair(), make_pair(settings={"loads": loads}, scheduler=chunks)
     first.ask(prompt(200))
     store = second.stores[rank]
     vanish = lambda: store.remove([keys_of_rank(first, rank)[5]], force=True)  # noqa: E731
@@ -96,3 +100,40 @@ def test_blocks_wait_for_the_slower_rank(make_pair: Make) -> None:
     pause.release()
     engine.run()
     check(engine)
+
+
+@pytest.fixture
+def make_stages(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes engines of two pipeline stages, the first of which has `cut` layers."""
+
+    def make_stages(name: str, cut: int, **more: Any) -> Engine:
+        specs = plan.MODELS[name]()
+        number = lambda layer: int(layer.split(".")[2])  # noqa: E731
+        stages = [
+            {layer: spec for layer, spec in specs.items() if (number(layer) < cut) == is_first}
+            for is_first in (True, False)
+        ]
+        ranks, firsts = iter(range(2)), iter([(0, cut), (cut, 8)])
+        group = lambda: SimpleNamespace(rank_in_group=next(ranks), world_size=2)  # noqa: E731
+        alone = lambda: SimpleNamespace(rank_in_group=0, world_size=1)  # noqa: E731
+        with monkeypatch.context() as patched:
+            patched.setattr(connector, "model_parallel_is_initialized", lambda: True)
+            patched.setattr(connector, "get_tp_group", alone)
+            patched.setattr(connector, "get_pp_group", group)
+            patched.setattr(ModelConfig, "get_layers_start_end_indices", lambda *_: next(firsts))
+            return make(name, stages=stages, **more)
+
+    return make_stages
+
+
+@pytest.mark.parametrize(("name", "cut"), [("llama", 2), ("gpt_oss", 2), ("deepseek_v32", 1)])
+def test_pipeline_stages(name: str, cut: int, make_stages: Make) -> None:
+    first, second = make_stages(name, cut), make_stages(name, cut)
+    first.ask(prompt(200), 4)
+    assert not set(keys_of_rank(first, 0)) & set(keys_of_rank(first, 1))
+    answer = second.ask(prompt(200), 4)
+    assert (answer.num_external, answer.is_right) == (192, True)
+    second.stores[0].remove([keys_of_rank(first, 1)[-1]], force=True)
+    second.flush()
+    assert second.ask(prompt(200), 4).num_external < 192
+    check(first, second)
