@@ -1,7 +1,7 @@
 """vLLM's KV connector: the contract of 0.32 and 0.33, for every cache that kvferry can describe.
 
 vLLM loads this by `{"kv_connector": "KVFerryConnector", "kv_connector_module_path":
-"kvferry.linker.vllm", "kv_role": "kv_both"}`. It is the only file that imports vLLM. One instance
+"kvferry.linker.vllm", "kv_role": "kv_both"}`. Only it and `vllm_messages` import vLLM. One instance
 plans, in the scheduler; one in each worker moves bytes; what they say to each other is plain data.
 It is a cache: what fails is computed again, and nothing is ever owed to anybody.
 """
@@ -10,22 +10,16 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
 )
 from vllm.distributed.parallel_state import (
     get_pp_group,
@@ -33,19 +27,25 @@ from vllm.distributed.parallel_state import (
     model_parallel_is_initialized,
 )
 from vllm.v1.core.kv_cache_utils import get_block_hash, resolve_kv_cache_block_sizes
-from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvferry.errors import ArgumentError, KVFerryError
 from kvferry.identity import ModelIdentity
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.mooncake_config import MooncakeConfig
 from kvferry.linker.staging import StagingBuffer
-from kvferry.linker.vllm_groups import Group, GroupKeys, Prefixes, read_groups
+from kvferry.linker.vllm_groups import Group, Prefixes, read_groups
 from kvferry.linker.vllm_jobs import LoadsEnded, StepJobs
+from kvferry.linker.vllm_messages import (
+    KVFerryHandshake,
+    KVFerryMetadata,
+    KVFerryPromMetrics,
+    KVFerryStats,
+    KVFerryWorkerMetadata,
+)
 from kvferry.linker.vllm_pools import read_vllm_pools
 from kvferry.linker.vllm_scheduler import SchedulerSide
 from kvferry.linker.vllm_settings import ConnectorConfig, read_connector_config, read_settings
-from kvferry.linker.vllm_stats import COUNTERS, in_words, since, together, totals
+from kvferry.linker.vllm_stats import since, totals
 from kvferry.linker.vllm_worker import CLOSE_LIMIT_S, WorkerSide
 
 log = logging.getLogger(__name__)
@@ -57,85 +57,6 @@ def log_as_vllm(ours: logging.Logger, theirs: logging.Logger) -> None:
         ours.setLevel(theirs.level)
         for handler in theirs.handlers:
             ours.addHandler(handler)
-
-
-@dataclass
-class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to its workers, each step."""
-
-    jobs: StepJobs
-
-
-@dataclass
-class KVFerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler, once: by group, what its object keys are made of."""
-
-    keys: dict[int, GroupKeys]
-
-
-@dataclass
-class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler: ended saves, counted, and loads that failed in a step."""
-
-    saves: Counter[int]
-    loads: LoadsEnded
-
-    def aggregate(self, other: "KVFerryWorkerMetadata") -> "KVFerryWorkerMetadata":
-        """Return both together."""
-        return KVFerryWorkerMetadata(
-            self.saves + other.saves,
-            self.loads.and_also(other.loads),
-        )
-
-
-@dataclass
-class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
-    """Counters since the last time; see `vllm_stats`."""
-
-    data: dict[str, Any] = field(default_factory=dict)
-
-    def reset(self) -> None:
-        """Forget what was counted."""
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> "KVFerryStats":
-        """Add another's counters."""
-        self.data = together(self.data, other.data)
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM's log tells."""
-        return in_words(self.data)
-
-    def is_empty(self) -> bool:
-        """Whether nothing was counted."""
-        return not self.data
-
-
-class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same counters for Prometheus, through vLLM's own endpoint."""
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: create_metric_per_engine(
-                self._counter_cls(name=metric, documentation=text, labelnames=labelnames),
-                per_engine_labelvalues,
-            )
-            for name, (metric, text) in COUNTERS.items()
-        }
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count."""
-        for name, value in transfer_stats_data.items():
-            if name in self._counters and value > 0:
-                self._counters[name][engine_idx].inc(value)
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
