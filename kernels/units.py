@@ -115,8 +115,9 @@ def _move_block(
             # Where the words stand in their object.
             position = tl.load(row + 2) + wide_part * tl.load(row + 6) + in_part_bytes
             # In 32 bits, as objects are under 2 GiB: a tenth of the instructions less. Where narrow
-            # units of few pages are summed, Triton 3.6 would spill for sm_80.
-            if UNIT_BYTES >= 8 or not FEW_PAGES:
+            # units are summed, Triton 3.6 would spill: of few pages for sm_80, packed bytes for
+            # sm_120.
+            if UNIT_BYTES >= 8 or (not FEW_PAGES and (UNIT_BYTES > 1 or MOVE != 0)):
                 position = position.to(tl.uint32)
             sums = sums_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.load(row + 12)
             if UNIT_BYTES == 16:
