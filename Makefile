@@ -11,7 +11,7 @@ READY_VLLM_ENGINE := .venv-vllm-engine/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo demo-sglang demo-vllm test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm test-vllm-032 check doctor bench-host bench-transport bench-layers bench-sglang bench-vllm bench-overlap inspect inspect-newest tune bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
+.PHONY: help demo demo-sglang demo-vllm test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm test-vllm-oldest check doctor bench-host bench-transport bench-layers bench-sglang bench-vllm bench-overlap inspect inspect-newest tune bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -53,7 +53,7 @@ test-engines: test-sglang test-vllm ## tests against the real engines, on a CPU
 test-sglang: $(READY_SGLANG) ## SGLang's own pools, and its prefix tree through a real Mooncake master
 	.venv-sglang/bin/python -m pytest engine_tests/sglang
 
-test-vllm-032: $(READY_VLLM_ENGINE) ## the same with vLLM 0.32 (not in test-engines)
+test-vllm-oldest: $(READY_VLLM_ENGINE) ## the same with the oldest vLLM that is served, 0.32 (not in test-engines)
 	.venv-vllm-engine/bin/python -m pytest engine_tests/vllm
 
 test-vllm: $(READY_VLLM) ## vLLM's own caches, and its scheduler through a real Mooncake master
