@@ -136,6 +136,7 @@ class Transfer:
         self.progress = Progress()
         self._changed = threading.Condition()
         self._touching = threading.Lock()
+        self._is_given_up = False  # who gives up waits for `_touching`, its worker must not go on
         self._last_touch = Fence()
         self._result: TransferResult | None = None
         self._error: TransferFailed | None = None
@@ -223,7 +224,7 @@ class Transfer:
             Ended: the transfer is over.
         """
         with self._touching:
-            if self.is_over:
+            if self.is_over or self._is_given_up:
                 raise Ended
             fences: list[Fence] = []
             yield fences
@@ -251,9 +252,9 @@ class Transfer:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """End well, with the progress made."""
+        """End well, with the progress made; not if it was given up: pages may lack bytes then."""
         with self._changed:
-            if self.is_over:
+            if self.is_over or self._is_given_up:
                 return
             self.timings.total_us = self.age_us
             self._result = self.progress.result(self.timings)
@@ -278,6 +279,7 @@ class Transfer:
 
         Whatever the worker has launched on the pages ends first; it launches nothing after.
         """
+        self._is_given_up = True
         touched = f"{reason}, and its pages are still being touched"
         if not self._touching.acquire(timeout=TOUCH_LIMIT_S):
             return self.fail(TransferFailed(touched, cause=cause))

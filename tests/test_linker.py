@@ -17,6 +17,8 @@ from kvferry.linker.linker import Linker
 from kvferry.linker.plan import stride_bytes
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import ObjectResult, Outcome
+from kvferry.linker.streams import Fence
+from kvferry.linker.transfer import Ended, Transfer
 from kvferry.testing import check_poison, check_telling, write_telling
 
 pytestmark = pytest.mark.mooncake
@@ -449,3 +451,42 @@ def test_an_unbound_layout_is_refused(bed: Bed) -> None:
             bed.store,
             StagingBuffer(1 << 16, device=torch.device("cpu")),
         )
+
+
+class Starving:
+    """A lock that who waits for it with a limit gets last, as a thread may that is unlucky."""
+
+    def __init__(self) -> None:
+        self.real = threading.Lock()
+        self.asked, self.others_are_done = threading.Event(), threading.Event()
+
+    def acquire(self, timeout: float) -> bool:
+        self.asked.set()
+        self.others_are_done.wait(10)
+        return self.real.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self.real.release()
+
+    def __enter__(self) -> None:
+        self.real.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.real.release()
+
+
+def test_who_gives_up_is_not_overtaken_by_the_worker() -> None:
+    going = Transfer("load", (), Fence(), 10.0, 0.0)
+    lock = going._touching = Starving()  # type: ignore[assignment]
+    canceller = threading.Thread(target=going.cancel)
+    with going.touching_pages():
+        canceller.start()
+        assert lock.asked.wait(10)
+    with pytest.raises(Ended), going.touching_pages():
+        pass  # one more touch, behind the call that gave it up
+    going.finish()  # and what lacks bytes does not end well
+    assert not going.is_over
+    lock.others_are_done.set()
+    canceller.join(10)
+    with pytest.raises(TransferFailed, match="cancelled"):
+        going.result()
