@@ -202,11 +202,15 @@ class WorkerSide:
             self._begin_saves(jobs)
 
     def layer_written(self, layer_name: str) -> None:
-        """Say that the current stream has been given all that writes a layer's pages."""
+        """Say that the current stream has been given all that writes one of vLLM's caches.
+
+        A layer may have several, index keys beside latents, and only the first of the next layer
+        tells that all of its are written. The last layer's are once the step has run.
+        """
         group_id, layer = self._layers.get(layer_name, (-1, -1))
         for group, save in self._layer_saves:
-            if group.group_id == group_id:
-                save.layer_written(layer)
+            if group.group_id == group_id and layer > 0:
+                save.layer_written(layer - 1)
 
     def begin_saves(self, jobs: StepJobs) -> None:
         """Begin a step's saves, or their last part; the step's work is in the current stream."""

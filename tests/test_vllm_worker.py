@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -52,13 +53,20 @@ class Bed:
         self.sides: list[WorkerSide] = []
         self.namespace = f"vllm-worker-{next(_names)}"
 
-    def side(self, *, by_layer: bool = False, staging_bytes: int = 1 << 20) -> WorkerSide:
+    def side(
+        self, *, by_layer: bool = False, staging_bytes: int = 1 << 20, **settings: Any
+    ) -> WorkerSide:
         groups = [group(0, "full", 3, self.device), group(1, "swa", 2, self.device)]
         self.sides.append(
             WorkerSide(
                 VllmPools(tuple(groups[:1] if by_layer else groups), ()),
                 self.store,  # type: ignore[arg-type]
-                LinkerConfig(namespace=self.namespace, lookup_ttl_s=0.0, transfer_timeout_s=10.0),
+                LinkerConfig(
+                    namespace=self.namespace,
+                    lookup_ttl_s=0.0,
+                    transfer_timeout_s=10.0,
+                    **settings,
+                ),
                 lambda num_bytes, device: StagingBuffer(num_bytes, device=device),
                 staging_bytes,
                 loads_by_layer=by_layer,
@@ -119,6 +127,23 @@ def load(side: WorkerSide, by_group: dict[int, GroupPages], error: str = "") -> 
 
     until(has_ended)
     return ended
+
+
+def test_a_layer_is_written_once_all_of_its_caches_are(worker_bed: Bed) -> None:
+    side = worker_bed.side(by_layer=True, groups=((0, 1), (1, 3)))
+    layout = layout_of(side, 0)
+    side._layers = {"layers.0.index": (0, 0), **side._layers}  # as index keys beside latents
+    jobs = StepJobs([], [SaveJob(1, {0: pages(5)})])
+    side.begin_layer_saves(jobs)
+    side.layer_written("layers.0.index")
+    time.sleep(0.3)  # who took this for the whole layer would pack it now
+    write_telling(layout, "full", [5], [5])
+    for name in list(side._layers)[1:]:
+        side.layer_written(name)
+    side.begin_saves(jobs)
+    until(lambda: side.num_saves_in_flight == 0)
+    assert not load(side, {0: pages(7)}).failed
+    check_telling(layout, "full", [7], [5])
 
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "layers"])
