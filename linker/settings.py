@@ -1,8 +1,10 @@
 """Settings that come as JSON from an engine's launch line: sizes, and values of the right kind."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field
+from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ArgumentError
@@ -22,6 +24,26 @@ def bytes_of(name: str, value: Any) -> int:
     if isinstance(value, str) and found:
         return int(found[1]) * _UNITS[found[2] or ""]
     raise ArgumentError(f"{name} is {value!r}, wanted bytes, or a text such as '512mb' or '4gb'")
+
+
+def file_values(variable: str, path: Path, names: Collection[str]) -> dict[str, Any]:
+    """Return some settings of a JSON file.
+
+    Args:
+        variable: that names the file, for messages.
+        path: of the file.
+        names: of the settings; others are not read.
+
+    Raises:
+        ArgumentError: it cannot be read, or holds no JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{variable} is {path}, which cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ArgumentError(f"{variable} is {path}, wanted a JSON object in it")
+    return {name: value for name, value in content.items() if name in names}
 
 
 def values_of(extra: Mapping[str, Any], known: Mapping[str, "Field[Any]"]) -> dict[str, Any]:

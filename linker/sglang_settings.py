@@ -15,7 +15,7 @@ from typing import Any
 from kvferry.errors import ArgumentError
 from kvferry.linker.config import LinkerConfig
 from kvferry.linker.mooncake_config import MooncakeConfig
-from kvferry.linker.settings import bytes_of, values_of
+from kvferry.linker.settings import bytes_of, file_values, values_of
 
 CONFIG_FILE = "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH"
 
@@ -148,7 +148,10 @@ def _store_values(extra: Mapping[str, Any], environment: Mapping[str, str]) -> d
     path = environment.get(CONFIG_FILE)
     named = any(source.get(key) for key in ("master_server_address", "client_server_address"))
     if not named and path:
-        source, where = {**extra, **_file(Path(path))}, f"{CONFIG_FILE}={path}"
+        source, where = (
+            {**extra, **file_values(CONFIG_FILE, Path(path), _VARIABLES)},
+            f"{CONFIG_FILE}={path}",
+        )
     values = {}
     # A host's own name is its own, whatever a launch line says that many hosts share.
     own_name = environment.get("MOONCAKE_LOCAL_HOSTNAME") or environment.get("LOCAL_HOSTNAME")
@@ -172,16 +175,6 @@ def _store_values(extra: Mapping[str, Any], environment: Mapping[str, str]) -> d
             "master's host:port"
         )
     return values
-
-
-def _file(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{CONFIG_FILE} is {path}, which cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ArgumentError(f"{CONFIG_FILE} is {path}, wanted a JSON object in it")
-    return {name: value for name, value in content.items() if name in _VARIABLES}
 
 
 def _device_name(value: str, tp_rank: int) -> str:

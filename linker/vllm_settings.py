@@ -5,7 +5,6 @@ MOONCAKE_CONFIG_PATH, as for vLLM's own Mooncake connectors and with their names
 variables that kvferry reads everywhere.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,7 +14,7 @@ from typing import Any
 from kvferry.errors import ArgumentError
 from kvferry.linker.config import LinkerConfig
 from kvferry.linker.mooncake_config import MooncakeConfig
-from kvferry.linker.settings import bytes_of, values_of
+from kvferry.linker.settings import bytes_of, file_values, values_of
 
 CONFIG_FILE = "MOONCAKE_CONFIG_PATH"
 
@@ -157,7 +156,10 @@ def _store_values(extra: Mapping[str, Any], environment: Mapping[str, str]) -> d
     source, where = dict(extra), "kv_connector_extra_config"
     path = environment.get(CONFIG_FILE)
     if not source.get("master_server_address") and path:
-        source, where = {**_file(Path(path)), **extra}, f"{CONFIG_FILE}={path}"
+        source, where = (
+            {**file_values(CONFIG_FILE, Path(path), _STORE), **extra},
+            f"{CONFIG_FILE}={path}",
+        )
     values = {
         name: source[name] if source.get(name) is not None else environment.get(variable) or default
         for name, (variable, default) in _STORE.items()
@@ -168,13 +170,3 @@ def _store_values(extra: Mapping[str, Any], environment: Mapping[str, str]) -> d
             "master's host:port"
         )
     return values
-
-
-def _file(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{CONFIG_FILE} is {path}, which cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ArgumentError(f"{CONFIG_FILE} is {path}, wanted a JSON object in it")
-    return {name: value for name, value in content.items() if name in _STORE}
