@@ -273,6 +273,8 @@ class Packer:
         num_layers = self.layout.num_layers
         if layers is None:
             return ((0, num_layers),)
+        if _is_within(layers, num_layers):  # as transfers by layer name them: no cost for each
+            return ((layers[0], layers[-1] + 1),)
         chosen = list(layers)
         if any(not 0 <= layer_id < num_layers for layer_id in chosen):
             raise ArgumentError(f"layers are {chosen}, wanted ids in 0 .. {num_layers - 1}")
@@ -378,6 +380,13 @@ class _Where:
     layers: Sequence[int] | None
     origin_bytes: int
     sums: torch.Tensor | None
+
+
+def _is_within(layers: Sequence[int], num_layers: int) -> bool:
+    """Whether layers are a range of consecutive ids in 0 .. num_layers - 1; at a fixed cost."""
+    if not isinstance(layers, range) or layers.step != 1:
+        return False
+    return 0 <= layers.start < layers.stop <= num_layers
 
 
 def _check_sums(sums: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:

@@ -21,6 +21,9 @@ _SESSION_CALLS = (
     "batch_get_into_multi_buffer_ranges",
 )
 
+Nested = list[list[int]]
+"""A column of a ranged call: for each key a list of one number, as `nested` makes it."""
+
 
 class Calls:
     """A Mooncake client's calls, one list of codes per list of keys, addresses checked.
@@ -109,14 +112,12 @@ class Calls:
     def put_write(
         self,
         keys: Sequence[str],
-        addresses: Sequence[int],
-        sizes: Sequence[int],
-        offsets: Sequence[int],
+        addresses: Nested,
+        sizes: Nested,
+        offsets: Nested,
     ) -> list[int]:
         """Write one range per reserved object; byte counts, or negative codes."""
-        return self._many(
-            "batch_put_from_multi_buffer_ranges", keys, *_nested(addresses, sizes, offsets)
-        )
+        return self._many("batch_put_from_multi_buffer_ranges", keys, addresses, sizes, offsets)
 
     def put_end(self, keys: Sequence[str]) -> list[int]:
         """Make reserved objects readable, holes and all."""
@@ -133,14 +134,12 @@ class Calls:
     def get_read(
         self,
         keys: Sequence[str],
-        addresses: Sequence[int],
-        sizes: Sequence[int],
-        offsets: Sequence[int],
+        addresses: Nested,
+        sizes: Nested,
+        offsets: Nested,
     ) -> list[int]:
         """Read one range per held object; byte counts, or negative codes."""
-        return self._many(
-            "batch_get_into_multi_buffer_ranges", keys, *_nested(addresses, sizes, offsets)
-        )
+        return self._many("batch_get_into_multi_buffer_ranges", keys, addresses, sizes, offsets)
 
     def get_end(self, keys: Sequence[str]) -> None:
         """Forget held objects; does not ask the master, so it works in an outage."""
@@ -173,7 +172,7 @@ class Calls:
         return StoreUnavailable(reason, code=code, code_name=name)
 
 
-def _nested(*lists: Sequence[int]) -> list[list[list[int]]]:
+def nested(*lists: Sequence[int]) -> list[Nested]:
     """Return each value in a list of its own; equal ones share it, for it is only read."""
     return [
         [[values[0]]] * len(values)

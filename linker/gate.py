@@ -20,12 +20,14 @@ class Gate:
     def __init__(self, refusal: Callable[[], StoreError] | None = None) -> None:
         """Make an open gate; `refusal` makes the error of a refused call (else `StoreClosed`)."""
         self._refusal = refusal or (lambda: StoreClosed("the store is closed"))
-        self._changed = threading.Condition()
+        # A plain lock: each store call takes two, and a condition's own costs as much again.
+        self._lock = threading.Lock()
+        self._emptied = threading.Condition(self._lock)
         self._num_inside = 0
         self._closed = False
 
     def __enter__(self) -> "Gate":
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise self._refusal()
             self._num_inside += 1
@@ -37,10 +39,10 @@ class Gate:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._changed:
+        with self._lock:
             self._num_inside -= 1
-            if self._num_inside == 0:
-                self._changed.notify_all()
+            if self._closed and self._num_inside == 0:
+                self._emptied.notify_all()
 
     @property
     def closed(self) -> bool:
@@ -54,9 +56,9 @@ class Gate:
             How many calls are still in flight after `timeout_s`; 0 means that none is and none
             will be. May be called again, to wait longer.
         """
-        with self._changed:
+        with self._emptied:
             self._closed = True
-            self._changed.wait_for(lambda: self._num_inside == 0, timeout=timeout_s)
+            self._emptied.wait_for(lambda: self._num_inside == 0, timeout=timeout_s)
             return self._num_inside
 
 

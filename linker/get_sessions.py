@@ -10,7 +10,7 @@ from types import TracebackType
 from kvferry.errors import ArgumentError, StoreClosed, StoreError
 from kvferry.linker import codes
 from kvferry.linker.arguments import check_keys, check_sizes, split
-from kvferry.linker.calls import Calls
+from kvferry.linker.calls import Calls, Nested, nested
 from kvferry.linker.gate import Gate
 from kvferry.linker.patience import UNTRIED
 from kvferry.linker.store import FETCHED, ObjectResult, Outcome, all_are
@@ -193,12 +193,13 @@ class MooncakeGetSession:
         with self._reads:
             patience, is_lost = self._book.calls.patience, False
             step = min(self._book.max_call_objects, patience.ranges_per_call)
+            columns = nested(addresses, sizes, offsets)
             for part in split(sizes, self._book.max_call_bytes, step):
                 if is_lost:
                     results += [UNTRIED] * (part.stop - part.start)
                     continue
                 begin_s = time.monotonic()
-                results += self._read_part(keys[part], addresses[part], sizes[part], offsets[part])
+                results += self._read_part(keys[part], *(column[part] for column in columns))
                 is_lost = patience.is_lost(results[part], time.monotonic() - begin_s)
         return results
 
@@ -225,9 +226,9 @@ class MooncakeGetSession:
     def _read_part(
         self,
         keys: Sequence[str],
-        addresses: Sequence[int],
-        sizes: Sequence[int],
-        offsets: Sequence[int],
+        addresses: Nested,
+        sizes: Nested,
+        offsets: Nested,
     ) -> list[ObjectResult]:
         num_outages = self._book.calls.num_outages
         failed, leased_s = self._fresh(keys)
@@ -240,10 +241,10 @@ class MooncakeGetSession:
             )
         answers = self._book.calls.get_read(keys, addresses, sizes, offsets)
         in_time = self._is_in_time(leased_s, num_outages)
-        if in_time and not failed and answers == list(sizes):
+        if in_time and not failed and answers == [size for (size,) in sizes]:
             return [FETCHED] * len(keys)
         results = dict(failed)
-        for key, answer, size, offset in zip(keys, answers, sizes, offsets, strict=True):
+        for key, answer, (size,), (offset,) in zip(keys, answers, sizes, offsets, strict=True):
             results[key] = self._read_result(key, answer, size, offset, in_time)
         return [results[key] for key in asked]
 

@@ -72,10 +72,6 @@ class Batch:
 
     # ---- which rows ----
 
-    def wants(self, part: GroupPart) -> bool:
-        """Whether any row of a part is open."""
-        return any(len(rows) for rows in self.open_rows(part))
-
     def open_rows(self, part: GroupPart) -> list[Sequence[int]]:
         """Return the open rows of each piece of a part."""
         if not self._is_any_closed and not any(one.is_over for one in self._load.transfers):

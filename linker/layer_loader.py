@@ -152,7 +152,8 @@ class _Run:
 
     def _fetch(self, part: GroupPart) -> None:
         """Hand a part to the wire, unless none of its rows is wanted that way any more."""
-        if not self._batch.wants(part):
+        rows = self._batch.open_rows(part)
+        if not any(rows):
             self._done_with(part)
             return
         # The first group has the wire to itself: it is what a step waits for.
@@ -163,7 +164,7 @@ class _Run:
         begin_s = time.perf_counter()
         span = self._acquire(part.staging_bytes)
         self._load.timings.staging_us += _us_since(begin_s)
-        item = StagedPart(part, span, rows=self._batch.open_rows(part))
+        item = StagedPart(part, span, rows=rows)  # some may be closed by now: unpacking looks again
         self._fetching.append(item)
         item.call = self._loader._wire.call(partial(self._read, item))
 
@@ -207,9 +208,11 @@ class _Run:
         self._check_going()
         item = self._fetching[0]
         assert item.call is not None
+        if not item.call.done():
+            item.call.exception()
+            self._check_going()
         results = item.call.result()
         self._load.timings.wire_us += item.attempts.wire_us
-        self._check_going()
         self._flush()
         item.fence = self._batch.unpack(item.part, item.rows, item.span, results)
         self._landing.append(self._fetching.popleft())

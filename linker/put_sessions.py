@@ -8,6 +8,7 @@ from types import TracebackType
 from kvferry.errors import ArgumentError, StoreError
 from kvferry.linker import codes
 from kvferry.linker.arguments import check_keys, check_sizes, split
+from kvferry.linker.calls import nested
 from kvferry.linker.coverage import Coverage
 from kvferry.linker.gate import Gate
 from kvferry.linker.patience import UNTRIED
@@ -79,6 +80,7 @@ class MooncakePutSession:
             results: list[ObjectResult] = []
             patience, is_lost = self._book.calls.patience, False
             step = min(self._book.max_call_objects, patience.ranges_per_call)
+            columns = nested(addresses, sizes, offsets)
             try:
                 for part in split(sizes, self._book.max_call_bytes, step):
                     reason = self._unfit() or (UNTRIED if is_lost else None)
@@ -87,7 +89,7 @@ class MooncakePutSession:
                         continue
                     begin_s = time.monotonic()
                     answers = self._book.calls.put_write(
-                        keys[part], addresses[part], sizes[part], offsets[part]
+                        keys[part], *(column[part] for column in columns)
                     )
                     results += map(_write_result, answers, sizes[part])
                     is_lost = patience.is_lost(results[part], time.monotonic() - begin_s)
