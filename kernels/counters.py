@@ -10,6 +10,7 @@ none comes late and counts for the next step.
 """
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,6 +20,8 @@ from kvferry.errors import ArgumentError
 from kvferry.kernels.counter_memory import CounterMemory
 from kvferry.kernels.handles import Launch, is_interpreted
 from kvferry.kernels.signals import _wait_kernel
+
+CPU_POLL_S = 1e-3
 
 ABANDONED = 1 << 62
 """What every counter is raised to when a producer will never answer again."""
@@ -97,6 +100,7 @@ class LayerCounters:
             num_layers, device, scope, self.stream, backend == "triton" or not on_cpu
         )
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._step = Step(0, [0] * num_layers, [0] * num_layers)
         self._num_issued = [0] * num_layers
         self._abandoned = False
@@ -154,6 +158,7 @@ class LayerCounters:
             if not self._count(step, first_layer, end_layer, num_signals):
                 return False
             self._memory.add(first_layer, end_layer, num_signals)
+            self._changed.notify_all()
             return True
 
     @contextmanager
@@ -194,6 +199,7 @@ class LayerCounters:
             # Of an earlier step all signals are given: its counters need no raising.
             if step is self._step and not self._abandoned:
                 self._memory.raise_to(step.targets)
+            self._changed.notify_all()
             return True
 
     def abandon(self, cause: str) -> None:
@@ -209,6 +215,7 @@ class LayerCounters:
                 self._step.cause = cause
             stream = None if self.stream is None else torch.cuda.Stream(self.device)
             self._memory.raise_to([ABANDONED] * self.num_layers, stream)
+            self._changed.notify_all()
 
     def preload(self) -> None:
         """Compile and load every kernel now, before the first step, and wait for the GPU.
@@ -270,6 +277,19 @@ class LayerCounters:
         """Whether a layer has had all signals of a step, as the host sees it; no CUDA call."""
         self._check_range(layer, layer + 1)
         return self._abandoned or self._memory.count_of(layer) >= step.targets[layer]
+
+    def pause(self, step: Step, layer: int, poll_s: float) -> None:
+        """Hold the thread for a moment before it asks `reached` again.
+
+        What a GPU raises wakes nobody: `poll_s`. On a CPU until something is signalled here, or
+        `CPU_POLL_S` for what a caller's own kernel raises.
+        """
+        if self.stream is not None:
+            time.sleep(poll_s)
+            return
+        with self._changed:
+            if step.cause is None and not self.reached(step, layer):
+                self._changed.wait(CPU_POLL_S)
 
     def count_of(self, layer: int) -> int:
         """Return a counter, as the host sees it; no CUDA call."""

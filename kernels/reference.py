@@ -83,7 +83,9 @@ def unpack_reference(
     whole = len(ids) if tail == WHOLE else len(ids) - 1
     for view in views:
         pages, packed = view.in_objects(objects, origin_bytes, len(ids), stride_bytes)
-        pages[ids[:whole]] = packed[:whole]
+        pages.index_copy_(
+            0, ids[:whole], packed[:whole]
+        )  # assigning takes 1.2 to 1.5 times as long
         if tail != WHOLE:
             _unpack_tail(view.segment, pages[ids[-1]], packed[-1], tail, tail_tokens)
 

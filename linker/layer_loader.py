@@ -62,6 +62,8 @@ class LayerLoader:
         self._wire = wire
         self._part_bytes = part_bytes
         self._fetch_ahead = fetch_ahead
+        # Two for each thread, so that one is unpacked while the next is on the wire.
+        self._first_parts = 1 if sharing is not None else 2 * wire.num_threads
         self._backend = backend
         self._trace = trace
         self._layout = next(iter(packers.values())).layout
@@ -102,13 +104,22 @@ class _Run:
     def carry_out(self) -> None:
         """Do everything, and let go of everything."""
         load, loader = self._load, self._loader
-        parts = list(cut(loader._layout, load.rows, load.groups, loader._part_bytes))
+        parts = list(
+            cut(
+                loader._layout,
+                load.rows,
+                load.groups,
+                loader._part_bytes,
+                first_parts=loader._first_parts,
+            )
+        )
         self._parts_left = [len(of_group) for of_group in parts]
         try:
             self._open()
             for part in (part for of_group in parts for part in of_group):
                 self._fetch(part)
-                while len(self._fetching) > loader._fetch_ahead or self._is_first_there():
+                ahead = loader._fetch_ahead if part.group else loader._first_parts
+                while len(self._fetching) > ahead or self._is_first_there():
                     self._land()
             while self._fetching:
                 self._land()
@@ -156,17 +167,23 @@ class _Run:
         if not any(rows):
             self._done_with(part)
             return
-        # The first group has the wire to itself: it is what a step waits for.
-        for earlier in self._fetching:
-            if earlier.part.group < part.group and earlier.part.group == self._next_group == 0:
-                assert earlier.call is not None
-                earlier.call.exception()
+        if part.group > 0 == self._next_group:
+            self._let_first_pass()
         begin_s = time.perf_counter()
         span = self._acquire(part.staging_bytes)
         self._load.timings.staging_us += _us_since(begin_s)
         item = StagedPart(part, span, rows=rows)  # some may be closed by now: unpacking looks again
         self._fetching.append(item)
         item.call = self._loader._wire.call(partial(self._read, item))
+
+    def _let_first_pass(self) -> None:
+        """Wait until the first group is off the wire: it is what a step waits for."""
+        while len(self._fetching) > 1 and self._fetching[1].part.group == 0:
+            self._land()
+        if self._fetching and self._fetching[0].part.group == 0:
+            earlier = self._fetching[0]
+            assert earlier.call is not None
+            earlier.call.exception()
 
     def _is_first_there(self) -> bool:
         """Whether the first group waits to be unpacked: a step waits for it, the wire does not."""

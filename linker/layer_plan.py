@@ -12,6 +12,9 @@ from kvferry.groups import CALL_US, RANGE_US, check_groups, choose_groups
 from kvferry.layout import CacheLayout
 from kvferry.linker.plan import OBJECT_ALIGN_BYTES, SpacePlan
 
+LEAST_SHARED_RANGES = 8
+"""Fewer of a group's ranges are not worth a store call beside another's."""
+
 Tail = tuple[int, str]
 """How many tokens of a page are wanted, and what becomes of the others."""
 
@@ -201,6 +204,7 @@ def cut(
     rows: Mapping[str, Rows],
     groups: Sequence[tuple[int, int]],
     max_bytes: int,
+    first_parts: int = 1,
 ) -> Iterator[list[GroupPart]]:
     """Yield the parts of each layer group, in order; a group without bytes has none.
 
@@ -209,11 +213,19 @@ def cut(
         rows: what travels.
         groups: `[first, end)` ranges of layers.
         max_bytes: of staging that a part may take, unless a single range is longer.
+        first_parts: in how many parts of like size the first group comes, if it has
+            `LEAST_SHARED_RANGES` for each: so many store calls can be made for it at once.
     """
+    num_ranges = sum(map(len, rows.values()))
+    first_parts = max(1, min(first_parts, num_ranges // LEAST_SHARED_RANGES))
     spans = {space: _ranges(layout, one.plan, groups) for space, one in rows.items()}
     num_rounds = max((len(one.rounds) for one in rows.values()), default=0)
     for number, (first_layer, end_layer) in enumerate(groups):
-        cutter = _Cutter(number, first_layer, end_layer, max_bytes)
+        num_bytes = sum(
+            len(one) * _stride(*spans[space][number][:2]) for space, one in rows.items()
+        )
+        fair_bytes = max_bytes if number else min(max_bytes, -(-num_bytes // first_parts))
+        cutter = _Cutter(number, first_layer, end_layer, fair_bytes)
         for turn in range(num_rounds):
             for space, one in rows.items():
                 start, end, has_end = spans[space][number]
@@ -234,6 +246,11 @@ def _ranges(
     return ranges
 
 
+def _stride(start: int, end: int) -> int:
+    """Return the distance in staging of ranges that begin and end at these bytes of objects."""
+    return -(-(start % OBJECT_ALIGN_BYTES + end - start) // OBJECT_ALIGN_BYTES) * OBJECT_ALIGN_BYTES
+
+
 class _Cutter:
     """Fills parts with pieces until they are full."""
 
@@ -249,8 +266,7 @@ class _Cutter:
     ) -> None:
         """Add the rows' ranges of `num_bytes` from byte `start` of their objects."""
         # As far behind a multiple of 64 as in the object, so that kernels keep to wide accesses.
-        lead = start % OBJECT_ALIGN_BYTES
-        stride = -(-(lead + num_bytes) // OBJECT_ALIGN_BYTES) * OBJECT_ALIGN_BYTES
+        lead, stride = start % OBJECT_ALIGN_BYTES, _stride(start, start + num_bytes)
         while row < end_row:
             fitting = (self._max_bytes - self._used) // stride
             if fitting < 1 and self._pieces:

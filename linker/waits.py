@@ -93,7 +93,8 @@ class HostWait:
             if waited_s >= timeout_s:
                 return _expired(self._counters, step, layer, begin)
             # Each look takes the interpreter from the threads that bring the layer.
-            time.sleep(min(max(POLL_S, waited_s * LATE_SHARE), CAUSE_POLL_S))
+            poll_s = min(max(POLL_S, waited_s * LATE_SHARE), CAUSE_POLL_S)
+            self._counters.pause(step, layer, poll_s)
         # Asked last: a failure raises the counter too, after it has left its cause.
         state: State = "landed" if step.cause is None else "failed"
         return Waited(name_of(step, layer), state, _since_us(begin))

@@ -37,6 +37,11 @@ class Wire:
         self._threads: list[threading.Thread | None] = [None] * num_threads
         self._closed = False
 
+    @property
+    def num_threads(self) -> int:
+        """How many store calls can be under way at once."""
+        return len(self._threads)
+
     def call(self, work: Callable[[], ResultT]) -> "Future[ResultT]":
         """Have something done by a thread.
 

@@ -62,14 +62,12 @@ def batches(draw: Any) -> Drawn:
     )
 
 
-@given(batches())
-def test_every_byte_of_every_row_travels_once(
-    batch: Drawn,
-) -> None:
+@given(batches(), st.integers(1, 4))
+def test_every_byte_of_every_row_travels_once(batch: Drawn, first_parts: int) -> None:
     _, rows, groups, max_bytes = batch
     travelled = {space: np.zeros((len(one), one.plan.size_bytes), int) for space, one in
                  rows.items()}  # fmt: skip
-    for number, parts in enumerate(cut(LAYOUT, rows, groups, max_bytes)):
+    for number, parts in enumerate(cut(LAYOUT, rows, groups, max_bytes, first_parts)):
         for part in parts:
             assert (part.group, (part.first_layer, part.end_layer)) == (number, groups[number])
             keys = [rows[p.space].plan.keys[row] for p in part.pieces
@@ -92,6 +90,16 @@ def test_every_byte_of_every_row_travels_once(
             assert used.max() == 1
     for counts in travelled.values():
         assert (counts == 1).all()
+
+
+@pytest.mark.parametrize(("num_pages", "counts"), [(7, [7]), (16, [8, 8]), (64, [16] * 4)])
+def test_the_first_group_comes_in_parts_of_like_size(num_pages: int, counts: list[int]) -> None:
+    space = LAYOUT.spaces[0]
+    keys = [f"{number}/{space}" for number in range(num_pages)]
+    rows = merge([(plan(space, keys, list(range(num_pages))),)], [None])
+    first, second = cut(LAYOUT, rows, ((0, 1), (1, LAYOUT.num_layers)), 1 << 30, first_parts=4)
+    assert [sum(piece.num_rows for piece in part.pieces) for part in first] == counts
+    assert len(second) == 1
 
 
 @given(batches())

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import ArgumentError, KVFerryError
+from kvferry.kernels import counters as counters_module
 from kvferry.kernels.counters import LayerCounters, Step
 from kvferry.linker.stream_memory import WAIT_FLUSH, StreamMemory
 from kvferry.linker.streams import Fence
@@ -95,6 +96,26 @@ def test_a_late_layer_fails_its_step_and_says_how_far_it_came() -> None:
     assert [wait.wait(step, layer).state for layer in range(3)] == ["failed"] * 3
     following = counters.begin_step()
     assert wait.wait(following, 0).state == "expired"
+
+
+@pytest.mark.parametrize("end", ["signal", "fail", "abandon"])
+def test_on_a_cpu_who_waits_is_woken(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters_module, "CPU_POLL_S", LONG_S)
+    counters = LayerCounters(2, CPU)
+    step = counters.begin_step()
+    wait = HostWait(counters, 2 * LONG_S)
+    thread, waits = in_thread(lambda: wait.wait(step, 1))
+    time.sleep(0.05)
+    assert waits.empty()
+    if end == "signal":
+        counters.signal(step, 0)
+        counters.signal(step, 1)
+    elif end == "fail":
+        counters.fail(step, "lost")
+    else:
+        counters.abandon("lost")
+    assert waits.get(timeout=LONG_S / 2).state == ("landed" if end == "signal" else "failed")
+    thread.join()
 
 
 def test_a_failure_wakes_the_host() -> None:
