@@ -66,17 +66,17 @@ class KeyScheme:
         """Return the object keys of pages in one index space, in order."""
         fingerprint, share = self.origins[space]
         prefix, suffix = f"{self.namespace}/{fingerprint}/{share}/", f"/{space}"
-        return [prefix + page_key + suffix for page_key in page_keys]
+        return [f"{prefix}{page_key}{suffix}" for page_key in page_keys]
 
 
 def _are_usable(keys: list[str]) -> bool:
     """Whether each is surely a usable string, without a look at them one by one."""
-    if not set(map(type, keys)) <= {str}:
+    try:
+        joined = "".join(keys)
+    except TypeError:
         return False
     lengths = set(map(len, keys))
-    return not keys or (
-        min(lengths) >= 1 and max(lengths) <= MAX_KEY_LENGTH and "\0" not in "".join(keys)
-    )
+    return not keys or (min(lengths) >= 1 and max(lengths) <= MAX_KEY_LENGTH and "\0" not in joined)
 
 
 def check_page_keys(page_keys: Sequence[str]) -> list[str]:

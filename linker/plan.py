@@ -58,11 +58,14 @@ class SpacePlan:
         pages = max(1, max_bytes // self.stride_bytes)
         for start in range(0, len(self.keys), pages):
             end = start + pages
-            yield replace(
-                self,
-                keys=self.keys[start:end],
-                page_ids=self.page_ids[start:end],
-                holds_last=self.holds_last and end >= len(self.keys),
+            yield SpacePlan(
+                self.space,
+                self.keys[start:end],
+                self.page_ids[start:end],
+                self.object_bytes,
+                self.size_bytes,
+                self.stride_bytes,
+                self.holds_last and end >= len(self.keys),
             )
 
     @property
