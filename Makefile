@@ -11,7 +11,7 @@ READY_VLLM_ENGINE := .venv-vllm-engine/.kvferry-ready
 NEWEST_TESTS = $(sort $(wildcard tests/test_pack*.py tests/test_plan*.py) \
 	$(shell grep -ls 'mark\.interpreter' tests/*.py))
 
-.PHONY: help demo demo-sglang demo-vllm test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm test-vllm-oldest check doctor bench-host bench-transport bench-layers bench-sglang bench-vllm bench-overlap inspect inspect-newest tune bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
+.PHONY: help demo demo-sglang demo-vllm test test-faults test-deep mutants soak test-newest test-engines test-sglang test-vllm test-vllm-oldest check doctor bench-host bench-transport bench-direct bench-layers bench-sglang bench-vllm bench-overlap inspect inspect-newest tune bench-sass bench-pack bench-ranges gpu-check nsys ncu figures clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -72,6 +72,9 @@ bench-host: $(READY) ## planning a save on the host, beside a list of its ranges
 
 bench-transport: $(READY) ## packed transfers beside Mooncake's own contiguous calls
 	$(BIN)/python benchmarks/bench_transport.py
+
+bench-direct: $(READY) ## saves straight from block-major pools beside packed ones, by page size
+	$(BIN)/python benchmarks/bench_direct.py
 
 bench-layers: $(READY) ## packed layer groups beside ranges straight from the pools
 	$(BIN)/python benchmarks/bench_layers.py

@@ -27,6 +27,13 @@ BENCHMARKS = {
         "shares of a copy's rate; they say nothing about a GPU.",
     ),
     "transport": ("make bench-transport", "Do packed pages reach Mooncake's own contiguous rate?"),
+    "direct": (
+        "make bench-direct",
+        "From which page size on should saves leave straight from the pools, where a page lies "
+        "there in one piece? 32 MiB by two linkers without checksums, over the same pools and one "
+        "connection: a remote owner over TCP loopback, wall times of whole saves. The bars judge "
+        "the sizes that `min_direct_bytes` lets go.",
+    ),
     "layers": (
         "make bench-layers",
         "Packed layer groups beside ranges of every layer straight from the pools, as a linker "
