@@ -60,9 +60,7 @@ class Bench:
         ):
             config = LinkerConfig(namespace=f"bench-{object_bytes}", integrity=False, **settings)  # type: ignore[arg-type]
             staging = StagingBuffer(2 * NUM_BYTES, device=torch.device("cpu"))
-            self._linkers[name] = stack.enter_context(
-                Linker(self._layout, store, staging, config)
-            )
+            self._linkers[name] = stack.enter_context(Linker(self._layout, store, staging, config))
 
     def round(self, number: int) -> dict[str, float]:
         """Return the milliseconds of a save by each, the first to go alternating."""

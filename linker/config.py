@@ -27,7 +27,8 @@ class LinkerConfig:
             byte reaches the pools. The same on all that share objects.
         direct: `auto`: saves go straight from the pools where pages lie there in one piece of at
             least `min_direct_bytes` and `integrity` is off, see `direct`; or `never`.
-        min_direct_bytes: shorter pages are packed all the same: they travel faster side by side.
+        min_direct_bytes: shorter pages are packed all the same. From the least that `make
+            bench-direct` measures on, packing has cost time and gained none.
         backend: how pages are packed; see `Packer.pack`.
         max_programs: programs that a pack or unpack has at most, beside a running model; 0 for no
             bound.
@@ -52,7 +53,7 @@ class LinkerConfig:
     max_queued: int = 1024
     integrity: bool = True
     direct: str = "auto"
-    min_direct_bytes: int = 256 << 10
+    min_direct_bytes: int = 32 << 10
     backend: str = "auto"
     max_programs: int = 0
     groups: tuple[tuple[int, int], ...] | None = None

@@ -179,6 +179,10 @@ class Transfer:
         assert self._result is not None
         return self._result
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end, good or bad; whether it came within `timeout_s`."""
+        return self._wait(lambda: self.is_over, timeout_s)
+
     def wait_packed(self, timeout_s: float | None = None) -> bool:
         """Wait until a save has read its pages for good, so that they may be written again.
 

@@ -52,10 +52,12 @@ class StepJobs:
     Attributes:
         loads: begun this step.
         saves: begun this step.
+        is_idle: whether the step computes nothing.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    is_idle: bool = False
 
 
 @dataclass

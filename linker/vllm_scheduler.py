@@ -265,7 +265,7 @@ class SchedulerSide:
         saves = [save] if save else []
         if self._loads_by_layer:
             saves = self._delay(saves)
-        return StepJobs(loads, saves)
+        return StepJobs(loads, saves, is_idle=not num_scheduled)
 
     def _delay(self, saves: list[SaveJob]) -> list[SaveJob]:
         """Return the saves that may begin: none while a load within a step may have failed.

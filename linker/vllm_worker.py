@@ -5,6 +5,7 @@ part of the staging memory, its own threads. They share the store.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,10 @@ from kvferry.linker.vllm_pools import VllmGroup, VllmPools
 log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 30.0
+
+IDLE_WAIT_S = 1e-3
+"""How long a step that computes nothing waits for a load. vLLM's server pauses as long behind such
+steps; an engine within the caller's process spins, and takes the interpreter from the loads."""
 
 
 @dataclass
@@ -100,6 +105,7 @@ class WorkerSide:
         self._layer_loads: list[tuple[VllmGroup, LayerLoad]] = []
         self._layer_saves: list[tuple[VllmGroup, LayerSave]] = []
         self._last_save = 0
+        self._is_idle = False  # whether the step at hand computes nothing
         self._layers = {
             name: (group.group_id, layer)
             for group in pools.groups
@@ -133,6 +139,7 @@ class WorkerSide:
 
     def begin_loads(self, jobs: StepJobs) -> None:
         """Begin a step's loads, ordered behind what the current stream has been given so far."""
+        self._is_idle = jobs.is_idle
         batches: dict[int, list[tuple[_Load, GroupPages]]] = {}
         for job in jobs.loads:
             load = self._loads[job.request_id] = _Load(job, error=job.error)
@@ -177,9 +184,12 @@ class WorkerSide:
     def take_ended_loads(self) -> LoadsEnded:
         """Return the loads that have ended, and forget them.
 
-        Loads within this step are waited for: the step must not go on with what failed.
+        Loads within this step are waited for: the step must not go on with what failed. In a step
+        that computes nothing, those between steps are, for `IDLE_WAIT_S`.
         """
         result = LoadsEnded()
+        if self._is_idle and self._loads and not self._loads_by_layer:
+            self._wait_idly()
         for name in [
             name for name, load in self._loads.items() if self._loads_by_layer or load.done()
         ]:
@@ -193,6 +203,15 @@ class WorkerSide:
                     result.failed_blocks.update(pages.block_ids)
         self._layer_loads.clear()
         return result
+
+    def _wait_idly(self) -> None:
+        """Wait a little for the oldest load that has not ended, unless another has."""
+        if any(load.done() for load in self._loads.values()):
+            return
+        oldest = next(iter(self._loads.values()))
+        until_s = time.monotonic() + IDLE_WAIT_S
+        for handle in oldest.handles:
+            handle.wait(max(0.0, until_s - time.monotonic()))
 
     # ---- saves ----
 

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hooked import Pause
 from test_failures import check
 
 from kvferry.errors import ArgumentError
+from kvferry.linker import vllm_worker
 from kvferry.linker.vllm import log_as_vllm
 from kvferry.linker.vllm_stats import COUNTERS
 
@@ -39,6 +41,19 @@ def test_a_save_begins_once(make: Make) -> None:
     engine.ask(prompt(200), 1)
     assert len(begun) == 1
     check(engine)
+
+
+def test_a_step_that_computes_nothing_waits_for_a_load(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make(), make()
+    first.ask(prompt(200))
+    second.stores[0].before["get"] = lambda *_: time.sleep(0.3)
+    monkeypatch.setattr(vllm_worker, "IDLE_WAIT_S", 20.0)
+    answer = second.ask(prompt(200), 1)
+    assert (answer.is_right, answer.num_external) == (True, 192)
+    assert len(second.workers[0].seen) < 6  # spinning: thousands
+    check(first, second)
 
 
 def test_nothing_is_found_before_the_workers_have_told(make: Make) -> None:
