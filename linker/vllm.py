@@ -112,6 +112,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._ended = LoadsEnded()
         self._left_loads = LoadsEnded()  # of a worker's side that went to sleep
         self._left_saves: Counter[int] = Counter()
+        self._left_stored: Counter[int] = Counter()
         self._is_closed = False
         self._store = MooncakeStore(self._store_config(role))
         if role == KVConnectorRole.SCHEDULER:
@@ -192,6 +193,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KVFerryWorkerMetadata):
             self._plan.saves_ended(told.saves)
+            self._plan.saves_stored(told.stored)
             self._plan.loads_ended(told.loads.ended, told.loads.failed)
 
     def request_finished(
@@ -231,8 +233,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def unregister_kv_caches(self) -> None:
         """End all transfers and threads, before the caches go to sleep. Idempotent."""
         if self._worker is not None:
-            saves, loads = self._worker.close()
+            saves, stored, loads = self._worker.close()
             self._left_saves += saves
+            self._left_stored += stored
             self._left_loads = self._left_loads.and_also(loads)
             self._worker = None
 
@@ -318,11 +321,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return what has ended, for the scheduler's side."""
         loads, self._ended = self._ended, LoadsEnded()
         saves, self._left_saves = self._left_saves, Counter()
+        stored, self._left_stored = self._left_stored, Counter()
         if self._worker is not None:
-            saves += self._worker.take_ended_saves()
-        if not saves and not loads.ended:
+            more_saves, more_stored = self._worker.take_ended_saves()
+            saves, stored = saves + more_saves, stored + more_stored
+        if not saves and not stored and not loads.ended:
             return None
-        return KVFerryWorkerMetadata(saves, LoadsEnded(loads.ended, loads.failed))
+        return KVFerryWorkerMetadata(saves, stored, LoadsEnded(loads.ended, loads.failed))
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         """Return the counters since the last call."""

@@ -36,15 +36,23 @@ class KVFerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler: ended saves, counted, and loads that failed in a step."""
+    """From the workers to the scheduler.
+
+    Attributes:
+        saves: that read no block any more: number to how many workers.
+        stored: that have ended, good or bad, likewise.
+        loads: that failed within a step.
+    """
 
     saves: Counter[int]
+    stored: Counter[int]
     loads: LoadsEnded
 
     def aggregate(self, other: "KVFerryWorkerMetadata") -> "KVFerryWorkerMetadata":
         """Return both together."""
         return KVFerryWorkerMetadata(
             self.saves + other.saves,
+            self.stored + other.stored,
             self.loads.and_also(other.loads),
         )
 

@@ -124,6 +124,8 @@ class SchedulerSide:
         self._table_of: Callable[[str], Sequence[Sequence[int]]] | None = None
         self._num_saves = 0
         self._held: dict[int, list[Any]] = {}
+        self._unstored: set[int] = set()  # whose objects may yet appear in the store
+        self._stored: Counter[int] = Counter()
         self._begun: dict[int, float] = {}
         self._num_held_blocks = 0
         self._ended: Counter[int] = Counter()
@@ -134,8 +136,8 @@ class SchedulerSide:
 
     @property
     def num_saves_in_flight(self) -> int:
-        """Saves that have not ended on all workers."""
-        return len(self._held)
+        """Saves of which a worker may yet bring something to the store."""
+        return len(self._unstored)
 
     @property
     def frees_blocks_soon(self) -> bool:
@@ -341,6 +343,7 @@ class SchedulerSide:
         self._pool.touch(blocks)
         self._num_saves += 1
         self._held[self._num_saves] = blocks
+        self._unstored.add(self._num_saves)
         self._begun[self._num_saves] = time.monotonic()
         self._num_held_blocks += len(blocks)
         pages = {
@@ -358,6 +361,13 @@ class SchedulerSide:
         for number in [n for n, count in self._ended.items() if count >= self._num_workers]:
             del self._ended[number]
             self._free(number)
+
+    def saves_stored(self, stored: Mapping[int, int]) -> None:
+        """Note saves that have ended, good or bad; `stored` counts workers."""
+        self._stored.update(stored)
+        for number in [n for n, count in self._stored.items() if count >= self._num_workers]:
+            del self._stored[number]
+            self._unstored.discard(number)
 
     def _free(self, number: int) -> None:
         self._begun.pop(number, None)
@@ -386,6 +396,7 @@ class SchedulerSide:
         """Save nothing of steps whose loads failed; look at all blocks again."""
         for save in self._delayed:
             self._free(save.number)
+            self._unstored.discard(save.number)
         self._delayed.clear()
         for known in self._known.values():
             known.num_seen.clear()
@@ -401,8 +412,8 @@ class SchedulerSide:
         Returns:
             False if they could not be deleted, or saves in flight would bring some back.
         """
-        if self._held:
-            log.warning("reset refused: %d saves are in flight", len(self._held))
+        if self._unstored:
+            log.warning("reset refused: %d saves are in flight", len(self._unstored))
             return False
         try:
             removed = sum(

@@ -101,7 +101,7 @@ class WorkerSide:
         self._saves_by_layer = saves_by_layer
         self._loads: dict[str, _Load] = {}
         self._saves: dict[int, list[Transfer]] = {}
-        self._on_the_wire: list[Transfer] = []
+        self._on_the_wire: dict[int, list[Transfer]] = {}
         self._layer_loads: list[tuple[VllmGroup, LayerLoad]] = []
         self._layer_saves: list[tuple[VllmGroup, LayerSave]] = []
         self._last_save = 0
@@ -260,42 +260,47 @@ class WorkerSide:
             except KVFerryError as error:
                 log.warning("save of %d pages refused: %s", len(pages.keys), error)
 
-    def take_ended_saves(self) -> Counter[int]:
-        """Return the saves that read no block any more, by number; some may still be on the wire.
+    def take_ended_saves(self) -> tuple[Counter[int], Counter[int]]:
+        """Return the saves that read no block any more, and those that have ended, by number.
 
-        Those that have come to their end are written down, if they failed.
+        In between they are on the wire. Failures are written down.
         """
-        for save in [save for save in self._on_the_wire if save.done()]:
-            self._on_the_wire.remove(save)
-            _report(save)
         ended = [
             number
             for number, saves in self._saves.items()
             if all(save.wait_packed(0.0) for save in saves)
         ]
         for number in ended:
-            self._on_the_wire += self._saves.pop(number)
-        return Counter(ended)
+            self._on_the_wire[number] = self._saves.pop(number)
+        stored = [
+            number
+            for number, saves in self._on_the_wire.items()
+            if all(save.done() for save in saves)
+        ]
+        for number in stored:
+            for save in self._on_the_wire.pop(number):
+                _report(save)
+        return Counter(ended), Counter(stored)
 
     @property
     def num_saves_in_flight(self) -> int:
         """Saves of groups that are not in the store yet."""
-        saves = [*self._on_the_wire, *(save for group in self._saves.values() for save in group)]
-        return sum(not save.done() for save in saves)
+        begun = (*self._on_the_wire.values(), *self._saves.values())
+        return sum(not save.done() for saves in begun for save in saves)
 
     # ---- the end ----
 
-    def close(self) -> tuple[Counter[int], LoadsEnded]:
+    def close(self) -> tuple[Counter[int], Counter[int], LoadsEnded]:
         """End all transfers and threads.
 
         Returns:
-            What the scheduler has yet to hear of: saves, which read no block any more, and loads,
-            all of which count as failed.
+            What the scheduler has yet to hear of: saves, which read no block any more, saves that
+            have ended, and loads, all of which count as failed.
 
         Raises:
             TransferFailed: a thread is still inside a store call.
         """
-        for saves in (*self._saves.values(), self._on_the_wire):
+        for saves in (*self._saves.values(), *self._on_the_wire.values()):
             for save in saves:
                 save.cancel()
         for load in self._loads.values():
@@ -311,11 +316,12 @@ class WorkerSide:
             for pages in load.job.pages.values()
             for block in pages.block_ids
         }
-        numbers = Counter(list(self._saves))
+        ended = Counter(list(self._saves))
+        stored = Counter([*self._saves, *self._on_the_wire])
         self._loads.clear()
         self._saves.clear()
         self._on_the_wire.clear()
-        return numbers, LoadsEnded(names, set(names), blocks)
+        return ended, stored, LoadsEnded(names, set(names), blocks)
 
 
 def _report(save: Transfer) -> None:

@@ -173,9 +173,11 @@ def test_blocks_are_saved_in_the_step_that_completes_them() -> None:
     assert saved(second) == [5, 6, 7, 8]
     assert bed.side.step({"a": 1}, (), {}).saves == []
     bed.side.saves_ended({1: 1})
-    assert (bed.pool.held, bed.side.num_saves_in_flight) == ([5, 6, 7, 8], 1)
+    assert (bed.pool.held, bed.side.num_saves_in_flight) == ([5, 6, 7, 8], 2)
     bed.side.saves_ended({2: 1})
-    assert (bed.pool.held, bed.side.num_saves_in_flight) == ([], 0)
+    assert (bed.pool.held, bed.side.num_saves_in_flight) == ([], 2)
+    bed.side.saves_stored({1: 1, 2: 1})
+    assert bed.side.num_saves_in_flight == 0
 
 
 def test_blocks_are_held_until_every_worker_has_read_them() -> None:
@@ -312,6 +314,10 @@ def test_reset_deletes_the_models_objects() -> None:
     bed.computed(one, FULL, [3, 4])
     bed.side.step({"a": 32}, (), {})
     assert not bed.side.reset()  # what is in flight would come back
+    bed.side.saves_ended({1: 1})
+    assert not bed.side.reset()  # its blocks are free, its objects on the wire
+    bed.side.saves_stored({1: 1})
+    assert bed.side.reset()
 
 
 @pytest.mark.parametrize("num_external", [0, 64])

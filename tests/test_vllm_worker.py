@@ -108,8 +108,8 @@ def save(side: WorkerSide, number: int, by_group: dict[int, GroupPages]) -> None
     side.begin_saves(jobs)
     side.begin_saves(jobs)  # vLLM may call twice
     until(lambda: side.num_saves_in_flight == 0)
-    assert side.take_ended_saves() == Counter([number])
-    assert side.take_ended_saves() == Counter()
+    assert side.take_ended_saves() == (Counter([number]), Counter([number]))
+    assert side.take_ended_saves() == (Counter(), Counter())
 
 
 def load(side: WorkerSide, by_group: dict[int, GroupPages], error: str = "") -> LoadsEnded:
@@ -204,10 +204,12 @@ def test_blocks_are_free_once_they_are_packed(worker_bed: Bed) -> None:
     pause = worker_bed.store.before["put"] = Pause()
     side.begin_saves(StepJobs([], [SaveJob(1, {0: pages(1, 2)})]))
     pause.wait()
-    until(lambda: side.take_ended_saves() == Counter([1]))
+    until(lambda: side.take_ended_saves() == (Counter([1]), Counter()))
     assert side.num_saves_in_flight == 1
+    assert side.take_ended_saves() == (Counter(), Counter())
     pause.release()
-    until(lambda: side.num_saves_in_flight == 0)
+    until(lambda: side.take_ended_saves() == (Counter(), Counter([1])))
+    assert side.num_saves_in_flight == 0
 
 
 def test_the_end_tells_what_was_in_flight(worker_bed: Bed) -> None:
@@ -217,8 +219,8 @@ def test_the_end_tells_what_was_in_flight(worker_bed: Bed) -> None:
     pause.wait()
     side.begin_saves(StepJobs([], [SaveJob(3, {0: pages(1)}), SaveJob(4, {1: pages(2)})]))
     threading.Timer(0.3, pause.release).start()
-    saves, loads = side.close()
-    assert saves == Counter([3, 4])
+    saves, stored, loads = side.close()
+    assert saves == stored == Counter([3, 4])
     assert loads == LoadsEnded({"a", "b"}, {"a", "b"}, {8, 9, 4, 5})
     assert side.num_saves_in_flight == 0
 

@@ -158,6 +158,21 @@ def test_reset_deletes_what_is_stored(make: Make) -> None:
     check(first, second)
 
 
+def test_a_reset_waits_for_what_is_on_the_wire(make: Make) -> None:
+    """Blocks are free once they are packed; what was packed must not come after the reset."""
+    first, second = make(), make()
+    pause = first.stores[0].before["put"] = Pause()
+    answer = first.add(prompt(200), 1)
+    first.until(lambda: bool(answer.reason) and first.pool.get_num_free_blocks() == first.num_free)
+    pause.wait()
+    assert first.connector.reset_cache() is False
+    pause.release()
+    first.run()
+    assert first.connector.reset_cache()
+    assert second.ask(prompt(200)).num_external == 0
+    check(first, second)
+
+
 def test_running_requests_are_reset(make: Make) -> None:
     """As before new weights: running requests begin anew, nothing old is read."""
     engine = make("gpt_oss")
