@@ -3,6 +3,7 @@
 On a CPU there is no stream: work is done when its call returns, and a fence is passed at once.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,12 @@ import torch
 
 from kvferry.errors import ArgumentError
 
+log = logging.getLogger(__name__)
+
 POLL_S = 20e-6
+
+DRAIN_LIMIT_S = 60.0
+"""How long a failure waits for what was launched before it."""
 
 
 class Fence:
@@ -166,6 +172,8 @@ class Lane:
     def work(self, after: Fence) -> Iterator[list[Fence]]:
         """Order the body's launches on the lane, behind `after`.
 
+        If the body raises, what it has launched is through before this does (`DRAIN_LIMIT_S`).
+
         Yields:
             A list that holds, once the body has ended, the fence after its work.
         """
@@ -179,7 +187,18 @@ class Lane:
             after.after_this(self._stream)
             start = torch.cuda.Event(enable_timing=True)
             start.record(self._stream)
-            yield fences
+            try:
+                yield fences
+            except BaseException:
+                # Who hears of the failure may use the pages at once: what was launched ends first.
+                self._drain()
+                raise
             end = torch.cuda.Event(enable_timing=True)
             end.record(self._stream)
             fences.append(Fence(end, start))
+
+    def _drain(self) -> None:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        if not Fence(event).wait(DRAIN_LIMIT_S):
+            log.error("work on %s did not end within %g s", self._device, DRAIN_LIMIT_S)

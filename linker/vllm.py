@@ -116,7 +116,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._is_closed = False
         self._store = MooncakeStore(self._store_config(role))
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler(vllm_config, groups)
+            try:
+                self._scheduler = self._make_scheduler(vllm_config, groups)
+            except BaseException:
+                self._store.close(CLOSE_LIMIT_S)
+                raise
 
     # ---- what vLLM asks of the class ----
 
