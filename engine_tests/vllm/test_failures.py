@@ -1,5 +1,6 @@
 """What goes wrong on the way costs time and nothing else: no request, no block, no byte."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -99,17 +100,19 @@ def test_aborted_while_loading(make: Make) -> None:
 
 def test_aborted_while_saving(make: Make) -> None:
     engine = make("gpt_oss", settings={"staging_bytes": 1 << 17})
-    pause = engine.stores[0].before["put"] = Pause()
+    # Both groups' saves are held, whichever comes first.
+    entered, let_go = threading.Event(), threading.Event()
+    engine.stores[0].before["put"] = lambda *_: (entered.set(), let_go.wait(30), None)[-1]
     answer = engine.add(prompt(300), 50)
     engine.until(lambda: len(answer.tokens) == 2)
-    pause.wait()
+    assert entered.wait(10)
     engine.abort(answer)
     for _ in range(3):
         engine.step()
     assert engine.pool.get_num_free_blocks() < engine.num_free  # a save still reads some
     assert engine.scheduler.has_requests()  # so that an idle engine hears of its end
     assert not engine.scheduler.reset_prefix_cache()
-    pause.release()
+    let_go.set()
     engine.run()
     assert engine.scheduler.reset_prefix_cache()
     check(engine)
