@@ -58,7 +58,9 @@ class Bench:
             ("direct", {"direct": "auto", "min_direct_bytes": 0}),
             ("packed", {"direct": "never"}),
         ):
-            config = LinkerConfig(namespace=f"bench-{object_bytes}", integrity=False, **settings)  # type: ignore[arg-type]
+            config = LinkerConfig(
+                namespace=f"bench-{object_bytes}", integrity=False, part_bytes=64 << 20, **settings
+            )  # type: ignore[arg-type]
             staging = StagingBuffer(2 * NUM_BYTES, device=torch.device("cpu"))
             self._linkers[name] = stack.enter_context(Linker(self._layout, store, staging, config))
 

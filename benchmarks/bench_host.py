@@ -79,10 +79,12 @@ def prepare(
     """Do what a save does in Python for its first parts; return how many launches and ranges."""
     num_launches = num_ranges = num_parts = 0
     for plan in plan_transfer(layout, scheme, keys, page_ids, unique=False, trailer=True):
+        layers = ((0, layout.num_layers),)
+        ids, first = PageIds.upload(layout, plan.page_ids, unique=False), 0
         for part in plan.parts(PART_BYTES):
-            ids = PageIds.upload(layout, part.page_ids, unique=False)
-            layers = ((0, layout.num_layers),)
-            move = packer.describe(PACK, ids, STAGING_ADDRESS, part.stride_bytes, layers)
+            some = ids[first : first + len(part.keys)]
+            first += len(part.keys)
+            move = packer.describe(PACK, some, STAGING_ADDRESS, part.stride_bytes, layers)
             num_launches += len(list(packer.launches(move)))
             num_ranges += len(part.addresses(STAGING_ADDRESS)) * (len(part.sizes) > 0)
             num_parts += 1

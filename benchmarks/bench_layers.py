@@ -129,7 +129,9 @@ class Bench:
         }
         for integrity, name in ((False, PACKED), (True, SEALED)):
             staging = StagingBuffer(num_bytes + (1 << 20), device=torch.device("cpu"))
-            config = LinkerConfig(namespace=name.replace(" ", "-"), integrity=integrity)
+            config = LinkerConfig(
+                namespace=name.replace(" ", "-"), integrity=integrity, part_bytes=64 << 20
+            )
             linker = stack.enter_context(Linker(self._layout, self._store, staging, config))
             object_keys = partial(linker.keys.object_keys, space="full")
             put, get = partial(save_layers, linker), partial(load_layers, linker)

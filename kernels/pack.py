@@ -206,8 +206,8 @@ class Packer:
     ) -> Move:
         """Return a move as its launches need it; the arguments have been checked."""
         return Move(
-            ids.on_device.data_ptr(),
-            ids.on_device.element_size(),
+            ids.address,
+            ids.id_bytes,
             len(ids),
             self.layout.num_pages[self.space],
             objects_address - origin_bytes,

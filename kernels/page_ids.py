@@ -1,6 +1,8 @@
 """Page ids, checked once and then kept where the kernels read them."""
 
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,19 +19,41 @@ class PageIds:
     Made by `PageIds.check`. Slicing gives page ids over the same memory, without a new check.
 
     Attributes:
-        on_device: int32 or int64 tensor `[num_pages]` on the layout's device, contiguous.
         unique: whether no id occurs twice, so that they can be destinations.
+        id_bytes: 4 or 8, width of an id.
+        address: of the first id, on the device.
     """
 
     def __init__(self, on_device: torch.Tensor, *, unique: bool) -> None:
-        self.on_device = on_device
+        """Take an int32 or int64 tensor `[num_pages]` of valid ids, contiguous, on the device."""
         self.unique = unique
+        self.id_bytes = on_device.element_size()
+        self.address = on_device.data_ptr()
+        self._all = on_device
+        self._first = 0
+        self._num_pages = on_device.shape[0]
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        """The ids as a tensor `[num_pages]`."""
+        return self._all[self._first : self._first + self._num_pages]
 
     def __len__(self) -> int:
-        return self.on_device.shape[0]
+        return self._num_pages
 
     def __getitem__(self, part: slice) -> "PageIds":
-        return PageIds(self.on_device[part], unique=self.unique)
+        first, end, step = part.indices(self._num_pages)
+        if step != 1:
+            raise ArgumentError(f"a slice of page ids has step {step}, wanted 1")
+        # Not by a slice of the tensor: a launch takes the address alone, and that costs a tenth.
+        some = PageIds.__new__(PageIds)
+        some.unique = self.unique
+        some.id_bytes = self.id_bytes
+        some.address = self.address + first * self.id_bytes
+        some._all = self._all
+        some._first = self._first + first
+        some._num_pages = max(0, end - first)
+        return some
 
     @classmethod
     def check(
@@ -111,10 +135,34 @@ def host_page_ids(
     Raises:
         ArgumentError: as `PageIds.check`.
     """
-    _check_space(layout, space)
+    ids = own_array(page_ids)
+    check_host_ids(layout, space, ids, unique=unique)
+    return ids
+
+
+def own_array(page_ids: torch.Tensor | NDArray[Any] | Sequence[int]) -> NDArray[np.int64]:
+    """Return integers as a new int64 array `[num_pages]`; whether pages are so called is not asked.
+
+    Raises:
+        ArgumentError: wrong dtype or shape.
+    """
+    if isinstance(page_ids, list):
+        with suppress(TypeError, OverflowError):  # not integers of 64 bits: numpy tells what
+            return np.frombuffer(array("q", page_ids), dtype=np.int64)  # takes two thirds as long
     ids = np.asarray(page_ids)
     _check_form(ids.shape, ids.dtype.kind in "iu" or ids.size == 0, str(ids.dtype))
-    ids = np.array(ids, dtype=np.int64)
+    return np.array(ids, dtype=np.int64)
+
+
+def check_host_ids(
+    layout: CacheLayout, space: str, ids: NDArray[np.int64], *, unique: bool
+) -> None:
+    """Check that pages are called so, and if asked that each is named once.
+
+    Raises:
+        ArgumentError: wrong space; an id outside the pools; a double.
+    """
+    _check_space(layout, space)
     if ids.size:
         _check_bounds(int(ids.min()), int(ids.max()), layout.num_pages[space], space)
         if unique:
@@ -122,7 +170,6 @@ def host_page_ids(
             doubles = ordered[1:][ordered[1:] == ordered[:-1]]
             if doubles.size:
                 _refuse_double(int(doubles[0]))
-    return ids
 
 
 def _check_space(layout: CacheLayout, space: str) -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -52,8 +53,7 @@ class Table:
         return self.rows.data_ptr(), self.rows.stride(0) * self.rows.element_size()
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):  # made for every launch, in a fifth of a frozen dataclass's time
     """One call's arguments, checked: which pages, which layers, where the objects are.
 
     Attributes:

@@ -86,11 +86,11 @@ class Calls:
 
     def put(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Write whole objects; 0 does not mean stored."""
-        return self._many("batch_put_from", keys, list(addresses), list(sizes))
+        return self._many("batch_put_from", keys, addresses, sizes)
 
     def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Read whole objects; byte counts, or negative codes."""
-        return self._many("batch_get_into", keys, list(addresses), list(sizes))
+        return self._many("batch_get_into", keys, addresses, sizes)
 
     def remove(self, keys: Sequence[str], force: bool) -> list[int]:
         """Delete objects."""

@@ -16,8 +16,10 @@ class LinkerConfig:
         namespace: first part of every key; keeps deployments in one store apart.
         replicated: index spaces whose objects are equal on every tensor-parallel rank, so that one
             rank's serve all; see `KeyScheme.of`.
-        part_bytes: how much of a transfer is in staging at once. Larger transfers stream through
-            in parts of this size; each part is one store call.
+        part_bytes: how much of a transfer travels at once. Larger ones stream through staging in
+            parts of this size; each part is one store call. By default a quarter of staging, so
+            that two of each direction fit. Larger staging then means fewer parts, and less of the
+            host's time.
         transfer_timeout_s: deadline of a transfer, queueing included.
         lookup_ttl_s: how long an answer about existence is remembered. Under half the store's
             lease, which a positive answer has renewed.
@@ -46,7 +48,7 @@ class LinkerConfig:
 
     namespace: str = "kvferry"
     replicated: frozenset[str] = frozenset()
-    part_bytes: int = 64 << 20
+    part_bytes: int | None = None
     transfer_timeout_s: float = 30.0
     lookup_ttl_s: float = 1.0
     miss_ttl_s: float = 5.0

@@ -68,7 +68,7 @@ class Crew:
             space: Packer(layout, space, max_programs=config.max_programs)
             for space in layout.spaces
         }
-        part_bytes = min(config.part_bytes, staging.num_bytes)
+        part_bytes = min(config.part_bytes or staging.num_bytes // 4, staging.num_bytes)
         save_lane, load_lane = Lane(layout.device), Lane(layout.device)
         self._counters = CounterSets(
             config.num_counters,

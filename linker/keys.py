@@ -69,7 +69,7 @@ class KeyScheme:
         return [f"{prefix}{page_key}{suffix}" for page_key in page_keys]
 
 
-def _are_usable(keys: list[str]) -> bool:
+def _are_usable(keys: Sequence[str]) -> bool:
     """Whether each is surely a usable string, without a look at them one by one."""
     try:
         joined = "".join(keys)
@@ -79,15 +79,15 @@ def _are_usable(keys: list[str]) -> bool:
     return not keys or (min(lengths) >= 1 and max(lengths) <= MAX_KEY_LENGTH and "\0" not in joined)
 
 
-def check_page_keys(page_keys: Sequence[str]) -> list[str]:
-    """Return the keys as a list, each a string that occurs once.
+def check_page_keys(page_keys: Sequence[str]) -> Sequence[str]:
+    """Return the keys in order, each a string that occurs once; a list or tuple is not copied.
 
     Raises:
         ArgumentError: one is not a string, is empty, too long, holds a NUL, or occurs twice.
     """
     if isinstance(page_keys, str):
         raise ArgumentError("keys is one string, wanted a sequence of them")
-    keys = list(page_keys)
+    keys = page_keys if isinstance(page_keys, list | tuple) else list(page_keys)
     if not _are_usable(keys):
         for index, key in enumerate(keys):
             if not isinstance(key, str) or not 1 <= len(key) <= MAX_KEY_LENGTH or "\0" in key:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,7 @@ def _rows(plans: Sequence[tuple[int, SpacePlan]], tails: Sequence[Tail | None]) 
         tail = tails[number]
         if tail is not None and plan.holds_last and space != "state":
             cut[end - 1] = tail
-    plan = replace(plans[0][1], keys=keys, page_ids=page_ids, holds_last=False)
+    plan = plans[0][1]._replace(keys=keys, page_ids=page_ids, holds_last=False)
     if len(set(keys)) == len(keys):
         return Rows(plan, owners, cut, ((0, len(keys)),))
     # The second time that a key comes, its row goes behind all first ones, and so on.
@@ -91,7 +91,7 @@ def _rows(plans: Sequence[tuple[int, SpacePlan]], tails: Sequence[Tail | None]) 
     place = np.argsort(order)
     edges = np.searchsorted(which[order], np.arange(which.max() + 2))
     return Rows(
-        replace(plan, keys=[keys[row] for row in order], page_ids=page_ids[order]),
+        plan._replace(keys=[keys[row] for row in order], page_ids=page_ids[order]),
         owners[order],
         {int(place[row]): tail for row, tail in cut.items()},
         tuple(itertools.pairwise(edges.tolist())),

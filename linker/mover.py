@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ class _Staged:
     """A part in staging, the fence after its kernels, and what became of its store calls."""
 
     part: SpacePlan
+    ids: PageIds
     span: Span
     fence: Fence
     sums: torch.Tensor | None = None
@@ -99,9 +100,9 @@ class Mover:
             transfer.timings.lookup_us += _us_since(begin)
             transfer.progress.num_existing += sum(exists)
             missing = plan.select([not there for there in exists])
-            for part in missing.parts(self._part_bytes):
+            for part, ids in self._parts(missing, unique=False):
                 span = self._span(transfer, part, lambda: self._put(transfer, staged), staged)
-                staged.append(_Staged(part, span, Fence()))
+                staged.append(_Staged(part, ids, span, Fence()))
                 self._launch(transfer, staged[-1])
                 if len(staged) > 1:
                     self._put(transfer, staged)
@@ -136,9 +137,9 @@ class Mover:
 
     def _load(self, transfer: Transfer, staged: deque[_Staged]) -> None:
         for plan in transfer.plans:
-            for part in plan.parts(self._part_bytes):
+            for part, ids in self._parts(plan, unique=True):
                 span = self._span(transfer, part, lambda: self._retire(transfer, staged), staged)
-                staged.append(_Staged(part, span, Fence()))
+                staged.append(_Staged(part, ids, span, Fence()))
                 self._get(transfer, staged[-1])
                 self._launch(transfer, staged[-1])
                 transfer.progress.num_objects += len(part.keys)
@@ -195,6 +196,18 @@ class Mover:
         transfer.timings.unpack_us += item.fence.device_us or 0.0
         self._release(staged.popleft())
 
+    def _parts(self, plan: SpacePlan, *, unique: bool) -> Iterator[tuple[SpacePlan, PageIds]]:
+        """Yield a plan's parts with their page ids, which are uploaded once for all of them."""
+        if not plan.keys:
+            return
+        with self.lane.work(Fence()):
+            ids = PageIds.upload(self._packers[plan.space].layout, plan.page_ids, unique=unique)
+        first = 0
+        for part in plan.parts(self._part_bytes):
+            end = first + len(part.keys)
+            yield part, ids[first:end]
+            first = end
+
     def _span(
         self,
         transfer: Transfer,
@@ -232,11 +245,10 @@ class Mover:
         loading = transfer.kind == "load"
         with transfer.touching_pages() as touched:
             with self.lane.work(transfer.caller) as fences:
-                ids = PageIds.upload(packer.layout, part.page_ids, unique=loading)
                 if not loading:
                     item.sums = self._seal.zeros(len(part.keys)) if self._seal else None
                     packer.pack(
-                        ids,
+                        item.ids,
                         objects,
                         stride_bytes=part.stride_bytes,
                         sums=item.sums,
@@ -246,7 +258,7 @@ class Mover:
                     cut = transfer.tail is not None and part.holds_last and part.space != "state"
                     tokens, tail = transfer.tail if cut and transfer.tail else (None, "zero")
                     packer.unpack(
-                        ids,
+                        item.ids,
                         objects,
                         stride_bytes=part.stride_bytes,
                         tail_tokens=tokens,

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from kvferry.linker import codes
 from kvferry.linker.calls import Calls
@@ -22,11 +23,10 @@ def put_objects(
     """Write objects in one call, between two lookups; see `MooncakeStore.put`."""
     there = [False] * len(keys) if absent else calls.exists(keys)
     writing = [index for index, is_there in enumerate(there) if not is_there]
-    answers = calls.put(
-        [keys[index] for index in writing],
-        [addresses[index] for index in writing],
-        [sizes[index] for index in writing],
-    )
+    columns: list[Sequence[Any]] = [keys, addresses, sizes]
+    if len(writing) < len(keys):
+        columns = [[column[index] for index in writing] for column in columns]
+    answers = calls.put(*columns)
     accepted = [
         index
         for index, code in zip(writing, answers, strict=True)

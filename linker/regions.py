@@ -61,8 +61,12 @@ class RegisteredRanges:
         if not addresses:
             return True
         starts, ends = self._table
-        index = bisect_right(starts, min(addresses)) - 1
-        return index >= 0 and max(addresses) + max(sizes) <= ends[index]
+        if isinstance(addresses, range):  # objects at a stride: no look at each
+            first, last = sorted((addresses[0], addresses[-1]))
+        else:
+            first, last = min(addresses), max(addresses)
+        index = bisect_right(starts, first) - 1
+        return index >= 0 and last + max(sizes) <= ends[index]
 
     def check(self, key: str, address: int, num_bytes: int) -> None:
         """Raise ArgumentError unless one registered range holds all of the bytes."""

@@ -62,7 +62,7 @@ class AdapterConfig:
         check_slots: check every transfer's slots one by one. For tests: on a GPU it waits for it.
     """
 
-    staging_bytes: int = 256 << 20
+    staging_bytes: int = 512 << 20
     staging_memory: str = "auto"
     model: str = ""
     revision: str = ""

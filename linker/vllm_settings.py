@@ -60,7 +60,7 @@ class ConnectorConfig:
         max_held_share: of all blocks, what saves in flight may hold; what is beyond is not saved.
     """
 
-    staging_bytes: int = 256 << 20
+    staging_bytes: int = 512 << 20
     staging_memory: str = "auto"
     model: str = ""
     revision: str = ""

@@ -1,7 +1,6 @@
 """Launches that are remembered by their shape are those that a move would have had anew."""
 
 import math
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -59,10 +58,9 @@ def test_remembered_launches_are_those_worked_out_anew(
     packer = Packer(LAYOUT, "full")
     # Moves that share all but one number with the first: what differs must not be mixed up.
     relatives = [
-        replace(first, **{field.name: getattr(other, field.name)}) for field in fields(Move)
+        first._replace(**{name: value}) for name, value in zip(Move._fields, other, strict=True)
     ]
-    elsewhere = replace(
-        first,
+    elsewhere = first._replace(
         ids_address=data.draw(ADDRESSES),
         object_address=data.draw(ADDRESSES),
         sums_address=data.draw(ADDRESSES) if first.sums_address else 0,

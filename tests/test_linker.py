@@ -55,6 +55,21 @@ def test_transfers_larger_than_staging_stream_through_it(bed: Bed) -> None:
     bed.check(32, range(30))
 
 
+@pytest.mark.parametrize(("part_pages", "num_parts"), [(None, 4), (4, 6), (1000, 1)])
+def test_a_part_is_a_quarter_of_staging_unless_told(
+    bed: Bed, part_pages: int | None, num_parts: int
+) -> None:
+    stride = stride_bytes(bed.layout, "full", trailer=True)
+    part_bytes = None if part_pages is None else part_pages * stride
+    linker = bed.linker(staging_bytes=24 * stride, part_bytes=part_bytes)
+    pages = {"full": bed.fill(0, 24)["full"]}
+    bed.store.calls.clear()
+    linker.save(keys(24), pages).result()
+    assert [size for name, size in bed.store.calls if name == "put"] == [
+        24 // num_parts
+    ] * num_parts
+
+
 def test_staging_that_cannot_hold_an_object_is_refused(bed: Bed) -> None:
     with pytest.raises(ArgumentError, match=r"staging has 512 bytes, wanted at least 6336.*full"):
         bed.linker(staging_bytes=512)

@@ -188,6 +188,11 @@ def test_address_must_lie_in_one_range():
     for address, num_bytes in ((99, 1), (100, 51), (150, 1), (450, 51), (499, 2), (600, 1)):
         with pytest.raises(ArgumentError, match="'k'"):
             ranges.check("k", address, num_bytes)
+        for addresses in ([address], range(address, address + 1), [address, 120], [420, address]):
+            assert not ranges.hold(addresses, [num_bytes] * len(addresses))
+    for addresses in (range(100, 150, 10), range(140, 90, -10), [140, 100], range(410, 490), []):
+        assert ranges.hold(addresses, [10] * len(addresses))
+    assert not ranges.hold(range(100, 150, 10), [11] * 5)
     ranges.remove(300)
     with pytest.raises(ArgumentError):
         ranges.check("k", 300, 1)

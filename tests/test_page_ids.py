@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.errors import ArgumentError
 from kvferry.kernels.page_ids import PageIds
@@ -36,6 +38,28 @@ def test_any_integers_are_taken(layout: CacheLayout, ids: Any) -> None:
     assert len(checked) == 3
     assert checked[1:].on_device.tolist() == [0, 7]
     assert PageIds.check(layout, "full", checked, unique=True) is checked
+
+
+@given(st.lists(st.slices(8), max_size=4))
+def test_slices_are_those_of_the_ids_in_place(layout: CacheLayout, parts: list[slice]) -> None:
+    wanted = [3, 0, 7, 1, 6, 2, 4, 5]
+    got = PageIds.check(layout, "full", wanted, unique=True)
+    for part in parts:
+        if part.step not in (None, 1):
+            with pytest.raises(ArgumentError, match=f"step {part.step}, wanted 1"):
+                got[part]
+            return
+        wanted, got = wanted[part], got[part]
+        assert (got.on_device.tolist(), len(got), got.unique) == (wanted, len(wanted), True)
+        if wanted:
+            assert got.address == got.on_device.data_ptr()
+            assert got.id_bytes == got.on_device.element_size()
+
+
+@pytest.mark.parametrize("bad", [[1.0, 2.0], ["1"], [1, None], [[1, 2]], [2**63], [1, -(2**70)]])
+def test_lists_of_anything_but_small_integers_are_refused(layout: CacheLayout, bad: Any) -> None:
+    with pytest.raises(ArgumentError, match="page_ids"):
+        PageIds.check(layout, "full", bad, unique=False)
 
 
 @pytest.mark.parametrize("where", ["host", "device"])

@@ -45,7 +45,7 @@ def test_spaces_keys_ids_and_sizes(layout: CacheLayout) -> None:
     ]  # fmt: skip
     assert full.page_ids.tolist() == [5, 0, 2]
     assert (full.object_bytes, full.stride_bytes, full.num_bytes) == (40, 64, 120)
-    assert full.addresses(1000) == [1000, 1064, 1128]
+    assert list(full.addresses(1000)) == [1000, 1064, 1128]
     assert full.sizes == [40, 40, 40]
     assert [key.rsplit("/", 2)[1:] for key in state.keys] == [["c", "state"]]
     assert state.page_ids.tolist() == [1]

@@ -22,7 +22,7 @@ def test_defaults() -> None:
     assert read.mooncake.metadata == "P2PHANDSHAKE"
     assert read.mooncake.segment_bytes == 4 << 30
     assert read.mooncake.device_name == ""
-    assert read.adapter.staging_bytes == 256 << 20
+    assert read.adapter.staging_bytes == 512 << 20
     assert read.linker.namespace == "kvferry"
     assert read.linker.groups is None
 
