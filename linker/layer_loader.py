@@ -177,13 +177,9 @@ class _Run:
         item.call = self._loader._wire.call(partial(self._read, item))
 
     def _let_first_pass(self) -> None:
-        """Wait until the first group is off the wire: it is what a step waits for."""
-        while len(self._fetching) > 1 and self._fetching[1].part.group == 0:
+        """Hand the first group over before another is fetched: it is what a step waits for."""
+        while self._fetching and self._fetching[0].part.group == 0:
             self._land()
-        if self._fetching and self._fetching[0].part.group == 0:
-            earlier = self._fetching[0]
-            assert earlier.call is not None
-            earlier.call.exception()
 
     def _is_first_there(self) -> bool:
         """Whether the first group waits to be unpacked: a step waits for it, the wire does not."""

@@ -1,8 +1,10 @@
 """How requests travel layer group by layer group: which rows, which bytes, which call."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,14 +185,29 @@ def groups_for(
     """
     if fixed is not None:
         return check_groups(fixed, layout.num_layers)
-    num_rows = [len(one) for one in rows.values()]
-    offsets = np.array([layout.layer_offsets[space] for space in rows], dtype=np.int64)
+    num_rows = tuple(len(one) for one in rows.values())
+    if wire_gb_per_s is None:  # then shares alone count, and most batches have the same
+        scale = max(1, math.gcd(*num_rows))
+        num_rows = tuple(number // scale for number in num_rows)
+    offsets = tuple(tuple(layout.layer_offsets[space]) for space in rows)
+    return _groups_of(offsets, num_rows, layout.num_layers, compute_us_per_layer, wire_gb_per_s)
+
+
+@lru_cache(maxsize=1024)
+def _groups_of(
+    offsets_by_space: tuple[tuple[int, ...], ...],
+    num_rows: tuple[int, ...],
+    num_layers: int,
+    compute_us_per_layer: float | None,
+    wire_gb_per_s: float | None,
+) -> tuple[tuple[int, int], ...]:
+    offsets = np.array(offsets_by_space, dtype=np.int64)
     weighted = (offsets * np.array(num_rows, dtype=np.int64)[:, None]).sum(axis=0)
     transfer_us = None
     if wire_gb_per_s is not None:
-        transfer_us = max(1.0, float(weighted[-1])) / layout.num_layers / (wire_gb_per_s * 1e3)
+        transfer_us = max(1.0, float(weighted[-1])) / num_layers / (wire_gb_per_s * 1e3)
     # Rounded up, so that a layer with few bytes does not look like one without any.
-    mean = -(-weighted // max(1, sum(num_rows))) if num_rows else [0] * (layout.num_layers + 1)
+    mean = -(-weighted // max(1, sum(num_rows))) if num_rows else [0] * (num_layers + 1)
     return choose_groups(
         [int(offset) for offset in mean],
         compute_us_per_layer=compute_us_per_layer,
