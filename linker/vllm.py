@@ -109,7 +109,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._caches: dict[str, torch.Tensor] = {}
         self._counted: dict[str, float] = {}
-        self._ended = LoadsEnded()
+        self._ended = LoadsEnded()  # within this step
+        self._untold = LoadsEnded()  # within steps that the scheduler has yet to hear of
         self._left_loads = LoadsEnded()  # of a worker's side that went to sleep
         self._left_saves: Counter[int] = Counter()
         self._left_stored: Counter[int] = Counter()
@@ -196,8 +197,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KVFerryWorkerMetadata):
-            self._plan.saves_ended(told.saves)
-            self._plan.saves_stored(told.stored)
+            self._plan.held.saves_ended(told.saves)
+            self._plan.held.saves_stored(told.stored)
             self._plan.loads_ended(told.loads.ended, told.loads.failed)
 
     def request_finished(
@@ -215,11 +216,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         """Whether steps must go on for saves to come to their end."""
-        return self._plan.num_saves_in_flight > 0
+        return self._plan.held.num_unstored > 0
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks come free so soon that no request need be preempted for them."""
-        return self._plan.frees_blocks_soon
+        return self._plan.held.come_free_soon
 
     def reset_cache(self) -> bool | None:
         """Take all of this engine's objects out of the store, and forget what was there."""
@@ -314,6 +315,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ended = ended.and_also(self._worker.take_ended_loads())
         if self._by_layer:  # within a step: vLLM does not wait for their names
             self._ended = ended
+            self._untold = self._untold.and_also(ended)
             return KVConnectorTransferResults()
         return KVConnectorTransferResults(finished_recving=ended.ended, failed_recving=ended.failed)
 
@@ -323,7 +325,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVFerryWorkerMetadata | None:
         """Return what has ended, for the scheduler's side."""
-        loads, self._ended = self._ended, LoadsEnded()
+        loads, self._untold = self._untold, LoadsEnded()
         saves, self._left_saves = self._left_saves, Counter()
         stored, self._left_stored = self._left_stored, Counter()
         if self._worker is not None:

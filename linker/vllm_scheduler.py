@@ -1,12 +1,9 @@
 """The scheduler's side of vLLM's connector: what could be loaded, what is loaded, what is saved.
 
-It holds no tensors and moves no bytes. Blocks that a save reads are held by a reference of their
-own in vLLM's block pool, so that neither the end of their request, nor preemption, nor a window
-that has moved on gives them to another before the save has ended.
+It holds no tensors and moves no bytes.
 """
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +12,13 @@ from typing import Any
 from kvferry.errors import KVFerryError
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.store import Store
-from kvferry.linker.vllm_groups import Group, Prefixes
+from kvferry.linker.vllm_groups import Prefixes
+from kvferry.linker.vllm_held import HeldBlocks
 from kvferry.linker.vllm_jobs import GroupPages, LoadJob, SaveJob, StepJobs
+from kvferry.linker.vllm_load_plan import load_job
 from kvferry.linker.vllm_pools import NULL_BLOCK_ID
 
 log = logging.getLogger(__name__)
-
-BRIEFLY_S = 0.2
-"""For so long blocks that a save holds are worth waiting for, rather than preempting a request."""
 
 LOOK_BACK_BLOCKS = 64
 """Blocks that had no hash yet are looked at again for so long: vLLM hashes some a step or two late,
@@ -70,6 +66,7 @@ class SchedulerSide:
 
     Attributes:
         prefixes: which prefixes can be restored.
+        held: blocks that saves read, and how far the saves have come.
         num_postponed: times that a block was not saved in a step, since saves in flight held too
             many already; it is looked at again in the request's next step.
     """
@@ -106,13 +103,12 @@ class SchedulerSide:
         """
         self.num_postponed = 0
         self.prefixes = prefixes
+        self.held = HeldBlocks(num_workers, max_held_share)
         self._store = store
-        self._num_workers = num_workers
         self._by_boundary = frozenset(by_boundary)
         self._ttls = (lookup_ttl_s, miss_ttl_s)
         self._existence = ExistenceCache(*self._ttls)
         self._min_load_tokens = min_load_tokens
-        self._max_held_share = max_held_share
         self._hash_of = hash_of
         self._known: dict[str, _Known] = {}
         self._computed: dict[str, int] = {}  # what a lookup was told to be there already
@@ -122,28 +118,11 @@ class SchedulerSide:
         self._delayed: list[SaveJob] = []
         self._pool: Any = None
         self._table_of: Callable[[str], Sequence[Sequence[int]]] | None = None
-        self._num_saves = 0
-        self._held: dict[int, list[Any]] = {}
-        self._unstored: set[int] = set()  # whose objects may yet appear in the store
-        self._stored: Counter[int] = Counter()
-        self._begun: dict[int, float] = {}
-        self._num_held_blocks = 0
-        self._ended: Counter[int] = Counter()
 
     def bind(self, pool: Any, table_of: Callable[[str], Sequence[Sequence[int]]]) -> None:
         """Take vLLM's block pool, and what returns a request's block table by group."""
         self._pool, self._table_of = pool, table_of
-
-    @property
-    def num_saves_in_flight(self) -> int:
-        """Saves of which a worker may yet bring something to the store."""
-        return len(self._unstored)
-
-    @property
-    def frees_blocks_soon(self) -> bool:
-        """Whether saves hold blocks, none of them for long: not while the store is slow."""
-        now = time.monotonic()
-        return bool(self._held) and all(now - begun < BRIEFLY_S for begun in self._begun.values())
+        self.held.bind(pool)
 
     # ---- loads ----
 
@@ -183,55 +162,13 @@ class SchedulerSide:
         if not num_external:
             return
         end = first + num_external
-        pages = {}
         for group in self.prefixes.groups:
-            found = self._pages_to_load(group, request, table[group.group_id], first, end)
-            if found.keys:
-                pages[group.group_id] = found
             known.num_seen[group.group_id] = end // group.block_tokens
-        load = LoadJob(request.request_id, pages, self._missing(pages, table, first, end))
+        load = load_job(self.prefixes, request, table, first, end)
         if load.error:
             log.error("load of %s: %s", request.request_id, load.error)
         self._in_flight[request.request_id] = load
         self._loads.append(load)
-
-    def _pages_to_load(
-        self, group: Group, request: Any, table: Sequence[int], first: int, end: int
-    ) -> GroupPages:
-        """Return the pages of a group that a prefix of `end` tokens lacks behind `first`."""
-        keys = group.page_keys(
-            request.block_hashes, self.prefixes.hash_tokens, end // group.block_tokens
-        )
-        wanted = self._positions(group, first, end)
-        wanted = [at for at in wanted if at < len(table) and table[at] != NULL_BLOCK_ID]
-        return GroupPages([keys[at] for at in wanted], [table[at] for at in wanted])
-
-    def _positions(self, group: Group, first: int, end: int) -> Iterable[int]:
-        """Return which blocks of a group a prefix of `end` tokens lacks behind `first`."""
-        last = end // group.block_tokens
-        start = first // group.block_tokens
-        window = 1 if group.space == "state" else self.prefixes.window_pages(group)
-        if group.space != "full" and window is not None:
-            start = max(start, last - window)
-        return range(start, last)
-
-    def _missing(
-        self,
-        pages: Mapping[int, GroupPages],
-        table: Sequence[Sequence[int]],
-        first: int,
-        end: int,
-    ) -> str:
-        """Return what keeps a load from filling all that will be read; empty if nothing does."""
-        for group in self.prefixes.groups:
-            wanted = len(list(self._positions(group, first, end)))
-            got = len(pages[group.group_id].keys) if group.group_id in pages else 0
-            if got != wanted:
-                return (
-                    f"vLLM gave group {group.group_id} {got} blocks for tokens {first} .. {end}, "
-                    f"wanted {wanted}; its table has {len(table[group.group_id])}"
-                )
-        return ""
 
     # ---- steps ----
 
@@ -253,7 +190,7 @@ class SchedulerSide:
         for request_id in gone & self._known.keys():
             self._known[request_id].num_seen.clear()
         loads, self._loads = self._loads, []
-        chosen = _Chosen(self._room())
+        chosen = _Chosen(self.held.room)
         if self._pool is not None and self._table_of is not None:
             for request_id, num_tokens in num_scheduled.items():
                 known = self._known.get(request_id)
@@ -280,12 +217,6 @@ class SchedulerSide:
             return []
         saves, self._delayed = self._delayed, []
         return saves
-
-    def _room(self) -> int:
-        """Return how many more blocks saves may hold."""
-        if self._pool is None:
-            return 0
-        return int(self._max_held_share * len(self._pool.blocks)) - self._num_held_blocks
 
     def _choose(
         self,
@@ -340,40 +271,14 @@ class SchedulerSide:
         blocks = [block for group in chosen.groups.values() for block in group.values()]
         if not blocks:
             return None
-        self._pool.touch(blocks)
-        self._num_saves += 1
-        self._held[self._num_saves] = blocks
-        self._unstored.add(self._num_saves)
-        self._begun[self._num_saves] = time.monotonic()
-        self._num_held_blocks += len(blocks)
         pages = {
             group_id: GroupPages(list(group), [block.block_id for block in group.values()])
             for group_id, group in chosen.groups.items()
             if group
         }
-        return SaveJob(self._num_saves, pages)
+        return SaveJob(self.held.hold(blocks), pages)
 
     # ---- what came of it ----
-
-    def saves_ended(self, ended: Mapping[int, int]) -> None:
-        """Free the blocks of saves that no worker reads any more; `ended` counts workers."""
-        self._ended.update(ended)
-        for number in [n for n, count in self._ended.items() if count >= self._num_workers]:
-            del self._ended[number]
-            self._free(number)
-
-    def saves_stored(self, stored: Mapping[int, int]) -> None:
-        """Note saves that have ended, good or bad; `stored` counts workers."""
-        self._stored.update(stored)
-        for number in [n for n, count in self._stored.items() if count >= self._num_workers]:
-            del self._stored[number]
-            self._unstored.discard(number)
-
-    def _free(self, number: int) -> None:
-        self._begun.pop(number, None)
-        blocks = self._held.pop(number, [])
-        self._num_held_blocks -= len(blocks)
-        self._pool.free_blocks(reversed(blocks))  # the end of a prefix is evicted first
 
     def loads_ended(self, ended: Iterable[str], failed: Collection[str]) -> None:
         """Note loads that have ended; what failed counts as missing for a while."""
@@ -395,8 +300,7 @@ class SchedulerSide:
     def _drop_delayed(self) -> None:
         """Save nothing of steps whose loads failed; look at all blocks again."""
         for save in self._delayed:
-            self._free(save.number)
-            self._unstored.discard(save.number)
+            self.held.drop(save.number)
         self._delayed.clear()
         for known in self._known.values():
             known.num_seen.clear()
@@ -412,8 +316,8 @@ class SchedulerSide:
         Returns:
             False if they could not be deleted, or saves in flight would bring some back.
         """
-        if self._unstored:
-            log.warning("reset refused: %d saves are in flight", len(self._unstored))
+        if self.held.num_unstored:
+            log.warning("reset refused: %d saves are in flight", self.held.num_unstored)
             return False
         try:
             removed = sum(

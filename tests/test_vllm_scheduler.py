@@ -9,7 +9,7 @@ import pytest
 from test_vllm_groups import FULL, STATE, SWA, hashes, keys_of, prefixes
 
 from kvferry.errors import StoreUnavailable
-from kvferry.linker import vllm_scheduler
+from kvferry.linker import vllm_held
 from kvferry.linker.vllm_groups import Group
 from kvferry.linker.vllm_jobs import GroupPages, SaveJob, StepJobs
 from kvferry.linker.vllm_scheduler import LOOK_BACK_BLOCKS, SchedulerSide
@@ -172,12 +172,12 @@ def test_blocks_are_saved_in_the_step_that_completes_them() -> None:
     second = bed.side.step({"a": 60}, (), {})
     assert saved(second) == [5, 6, 7, 8]
     assert bed.side.step({"a": 1}, (), {}).saves == []
-    bed.side.saves_ended({1: 1})
-    assert (bed.pool.held, bed.side.num_saves_in_flight) == ([5, 6, 7, 8], 2)
-    bed.side.saves_ended({2: 1})
-    assert (bed.pool.held, bed.side.num_saves_in_flight) == ([], 2)
-    bed.side.saves_stored({1: 1, 2: 1})
-    assert bed.side.num_saves_in_flight == 0
+    bed.side.held.saves_ended({1: 1})
+    assert (bed.pool.held, bed.side.held.num_unstored) == ([5, 6, 7, 8], 2)
+    bed.side.held.saves_ended({2: 1})
+    assert (bed.pool.held, bed.side.held.num_unstored) == ([], 2)
+    bed.side.held.saves_stored({1: 1, 2: 1})
+    assert bed.side.held.num_unstored == 0
 
 
 def test_blocks_are_held_until_every_worker_has_read_them() -> None:
@@ -189,9 +189,9 @@ def test_blocks_are_held_until_every_worker_has_read_them() -> None:
     assert bed.side.step({"a": 32}, (), {}).saves
     bed.side.finished("a")
     for _ in range(2):
-        bed.side.saves_ended({1: 1})
+        bed.side.held.saves_ended({1: 1})
         assert bed.pool.held == [3, 4]
-    bed.side.saves_ended({1: 1})
+    bed.side.held.saves_ended({1: 1})
     assert bed.pool.held == []
 
 
@@ -297,7 +297,7 @@ def test_saves_in_flight_hold_no_more_than_their_share() -> None:
     assert (bed.side.num_postponed, bed.pool.held) == (1, [3, 4, 13])
     one.num_computed_tokens = 32
     assert bed.side.step({"b": 1}, (), {}).saves == []
-    bed.side.saves_ended({1: 1})
+    bed.side.held.saves_ended({1: 1})
     assert saved(bed.side.step({"b": 1}, (), {})) == [14]
 
 
@@ -314,9 +314,9 @@ def test_reset_deletes_the_models_objects() -> None:
     bed.computed(one, FULL, [3, 4])
     bed.side.step({"a": 32}, (), {})
     assert not bed.side.reset()  # what is in flight would come back
-    bed.side.saves_ended({1: 1})
+    bed.side.held.saves_ended({1: 1})
     assert not bed.side.reset()  # its blocks are free, its objects on the wire
-    bed.side.saves_stored({1: 1})
+    bed.side.held.saves_stored({1: 1})
     assert bed.side.reset()
 
 
@@ -378,17 +378,17 @@ def test_what_is_computed_behind_a_load_is_saved_once_it_is_good() -> None:
     assert bed.side.step({}, (), {}).saves == []
     bed.side.finished("a")
     bed.side.loads_ended({"a"}, set())
-    assert bed.side.num_saves_in_flight == 1
+    assert bed.side.held.num_unstored == 1
     jobs = bed.side.step({}, (), {})
     assert saved(jobs) == [6, 7]
-    bed.side.saves_ended({jobs.saves[0].number: 1})
+    bed.side.held.saves_ended({jobs.saves[0].number: 1})
     assert bed.pool.held == []
 
 
 def test_what_is_computed_behind_a_failed_load_is_not_saved() -> None:
     bed = with_a_load_by_layer()
     bed.side.loads_ended({"a"}, {"a"})
-    assert (bed.pool.held, bed.side.num_saves_in_flight) == ([], 0)
+    assert (bed.pool.held, bed.side.held.num_unstored) == ([], 0)
     one = request("a", 81)
     bed.side.allocated(one, bed.tables["a"], 0)  # computed again, from the start
     assert saved(bed.side.step({"a": 80}, (), {})) == [3, 4, 5, 6, 7]
@@ -400,11 +400,11 @@ def test_blocks_are_waited_for_while_that_is_brief(monkeypatch: pytest.MonkeyPat
     bed.tables["a"] = ([3, 4],)
     bed.side.allocated(one, bed.tables["a"], 0)
     bed.computed(one, FULL, [3, 4])
-    assert not bed.side.frees_blocks_soon
+    assert not bed.side.held.come_free_soon
     bed.side.step({"a": 32}, (), {})
-    assert bed.side.frees_blocks_soon
-    later = vllm_scheduler.time.monotonic() + 2 * vllm_scheduler.BRIEFLY_S
-    monkeypatch.setattr(vllm_scheduler.time, "monotonic", lambda: later)
-    assert not bed.side.frees_blocks_soon
-    bed.side.saves_ended({1: 1})
-    assert not bed.side.frees_blocks_soon
+    assert bed.side.held.come_free_soon
+    later = vllm_held.time.monotonic() + 2 * vllm_held.BRIEFLY_S
+    monkeypatch.setattr(vllm_held.time, "monotonic", lambda: later)
+    assert not bed.side.held.come_free_soon
+    bed.side.held.saves_ended({1: 1})
+    assert not bed.side.held.come_free_soon
