@@ -284,35 +284,35 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the step's jobs, before its forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
-            self._worker.begin_layer_saves(self._jobs)
+            self._worker.saves.begin_by_layer(self._jobs)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads, behind what the current stream has been given."""
         if self._worker is not None and self.has_connector_metadata():
-            self._worker.begin_loads(self._jobs)
+            self._worker.loads.begin(self._jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Hold the step until a layer's pages may be read."""
         if self._worker is not None:
-            self._worker.wait_for_layer(layer_name)
+            self._worker.loads.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Say that a layer's pages are written, for saves that go by layer."""
         if self._worker is not None:
-            self._worker.layer_written(layer_name)
+            self._worker.saves.layer_written(layer_name)
 
     def wait_for_save(self) -> None:
         """Begin the step's save behind its forward pass; called more than once, it begins once."""
         if self._worker is not None and self.has_connector_metadata():
-            self._worker.begin_saves(self._jobs)
+            self._worker.saves.begin(self._jobs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the loads between steps that have ended, and those of them that failed."""
         ended, self._left_loads = self._left_loads, LoadsEnded()
         if self._worker is not None:
-            ended = ended.and_also(self._worker.take_ended_loads())
+            ended = ended.and_also(self._worker.loads.take_ended())
         if self._by_layer:  # within a step: vLLM does not wait for their names
             self._ended = ended
             self._untold = self._untold.and_also(ended)
@@ -329,7 +329,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         saves, self._left_saves = self._left_saves, Counter()
         stored, self._left_stored = self._left_stored, Counter()
         if self._worker is not None:
-            more_saves, more_stored = self._worker.take_ended_saves()
+            more_saves, more_stored = self._worker.saves.take_ended()
             saves, stored = saves + more_saves, stored + more_stored
         if not saves and not stored and not loads.ended:
             return None

@@ -102,25 +102,25 @@ def until(condition: Callable[[], bool]) -> None:
 def save(side: WorkerSide, number: int, by_group: dict[int, GroupPages]) -> None:
     """Save pages and wait until the store has them."""
     jobs = StepJobs([], [SaveJob(number, by_group)])
-    side.begin_layer_saves(jobs)
-    for name in side._layers:
-        side.layer_written(name)
-    side.begin_saves(jobs)
-    side.begin_saves(jobs)  # vLLM may call twice
-    until(lambda: side.num_saves_in_flight == 0)
-    assert side.take_ended_saves() == (Counter([number]), Counter([number]))
-    assert side.take_ended_saves() == (Counter(), Counter())
+    side.saves.begin_by_layer(jobs)
+    for name in side.saves._layers:
+        side.saves.layer_written(name)
+    side.saves.begin(jobs)
+    side.saves.begin(jobs)  # vLLM may call twice
+    until(lambda: side.saves.num_in_flight == 0)
+    assert side.saves.take_ended() == (Counter([number]), Counter([number]))
+    assert side.saves.take_ended() == (Counter(), Counter())
 
 
 def load(side: WorkerSide, by_group: dict[int, GroupPages], error: str = "") -> LoadsEnded:
     """Load pages and return what came of it."""
-    side.begin_loads(StepJobs([LoadJob("a", by_group, error)]))
-    for name in side._layers:
-        side.wait_for_layer(name)
+    side.loads.begin(StepJobs([LoadJob("a", by_group, error)]))
+    for name in side.saves._layers:
+        side.loads.wait_for_layer(name)
     ended = LoadsEnded()
 
     def has_ended() -> bool:
-        ended.ended |= (now := side.take_ended_loads()).ended
+        ended.ended |= (now := side.loads.take_ended()).ended
         ended.failed |= now.failed
         ended.failed_blocks |= now.failed_blocks
         return bool(ended.ended)
@@ -132,16 +132,16 @@ def load(side: WorkerSide, by_group: dict[int, GroupPages], error: str = "") -> 
 def test_a_layer_is_written_once_all_of_its_caches_are(worker_bed: Bed) -> None:
     side = worker_bed.side(by_layer=True, groups=((0, 1), (1, 3)))
     layout = layout_of(side, 0)
-    side._layers = {"layers.0.index": (0, 0), **side._layers}  # as index keys beside latents
+    side.saves._layers = {"layers.0.index": (0, 0), **side.saves._layers}  # beside latents
     jobs = StepJobs([], [SaveJob(1, {0: pages(5)})])
-    side.begin_layer_saves(jobs)
-    side.layer_written("layers.0.index")
+    side.saves.begin_by_layer(jobs)
+    side.saves.layer_written("layers.0.index")
     time.sleep(0.3)  # who took this for the whole layer would pack it now
     write_telling(layout, "full", [5], [5])
-    for name in list(side._layers)[1:]:
-        side.layer_written(name)
-    side.begin_saves(jobs)
-    until(lambda: side.num_saves_in_flight == 0)
+    for name in list(side.saves._layers)[1:]:
+        side.saves.layer_written(name)
+    side.saves.begin(jobs)
+    until(lambda: side.saves.num_in_flight == 0)
     assert not load(side, {0: pages(7)}).failed
     check_telling(layout, "full", [7], [5])
 
@@ -202,27 +202,27 @@ def test_blocks_are_free_once_they_are_packed(worker_bed: Bed) -> None:
     """The wire may take as long as it likes, while staging has room."""
     side = worker_bed.side()
     pause = worker_bed.store.before["put"] = Pause()
-    side.begin_saves(StepJobs([], [SaveJob(1, {0: pages(1, 2)})]))
+    side.saves.begin(StepJobs([], [SaveJob(1, {0: pages(1, 2)})]))
     pause.wait()
-    until(lambda: side.take_ended_saves() == (Counter([1]), Counter()))
-    assert side.num_saves_in_flight == 1
-    assert side.take_ended_saves() == (Counter(), Counter())
+    until(lambda: side.saves.take_ended() == (Counter([1]), Counter()))
+    assert side.saves.num_in_flight == 1
+    assert side.saves.take_ended() == (Counter(), Counter())
     pause.release()
-    until(lambda: side.take_ended_saves() == (Counter(), Counter([1])))
-    assert side.num_saves_in_flight == 0
+    until(lambda: side.saves.take_ended() == (Counter(), Counter([1])))
+    assert side.saves.num_in_flight == 0
 
 
 def test_the_end_tells_what_was_in_flight(worker_bed: Bed) -> None:
     side = worker_bed.side()
     pause = worker_bed.store.before["get"] = Pause()
-    side.begin_loads(StepJobs([LoadJob("a", {0: pages(8, 9)}), LoadJob("b", {0: pages(4, 5)})]))
+    side.loads.begin(StepJobs([LoadJob("a", {0: pages(8, 9)}), LoadJob("b", {0: pages(4, 5)})]))
     pause.wait()
-    side.begin_saves(StepJobs([], [SaveJob(3, {0: pages(1)}), SaveJob(4, {1: pages(2)})]))
+    side.saves.begin(StepJobs([], [SaveJob(3, {0: pages(1)}), SaveJob(4, {1: pages(2)})]))
     threading.Timer(0.3, pause.release).start()
     saves, stored, loads = side.close()
     assert saves == stored == Counter([3, 4])
     assert loads == LoadsEnded({"a", "b"}, {"a", "b"}, {8, 9, 4, 5})
-    assert side.num_saves_in_flight == 0
+    assert side.saves.num_in_flight == 0
 
 
 def test_keys_of_both_groups_are_told(worker_bed: Bed) -> None:

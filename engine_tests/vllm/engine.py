@@ -159,7 +159,7 @@ class Engine:
     def settle(self, limit_s: float = LIMIT_S) -> None:
         """Wait until the store has all that was saved."""
         end_s = time.monotonic() + limit_s
-        while any(worker.connector._worker.num_saves_in_flight for worker in self.workers):
+        while any(worker.connector._worker.saves.num_in_flight for worker in self.workers):
             assert time.monotonic() < end_s, "a save did not end in time"
             time.sleep(0.001)
 

@@ -14,7 +14,7 @@ def test_both_sides_describe_every_block(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(bench, "NUM_BLOCKS", 16)
     for name, model in bench.models(4, 2).items():
         made = plan.make(model.specs, model.layout, num_blocks=16)
-        theirs, ours = bench.Upstream(model, made.caches), bench.Packed(made.read())
+        theirs, ours = bench.Upstream(model, made.caches), bench.Packed(made.read(), 1 << 20)
         block_ids = random.Random(0).choices(range(1, 16), k=40)
         hashes = [index.to_bytes(32, "big") for index in range(40)]
         per_block = 4 if name.startswith("Llama") else 1
@@ -26,8 +26,8 @@ def test_both_sides_describe_every_block(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_times_are_of_the_calls_that_count() -> None:
     calls: list[str] = []
     times = bench.in_turn([lambda: calls.append("a"), lambda: calls.append("b")], 3)
-    assert "".join(calls) == "ab" * 5
-    assert [len(each) for each in times] == [3, 3]
+    assert "".join(calls) == "aabb" * 5
+    assert [(len(each.cold_ms), len(each.warm_ms)) for each in times] == [(3, 3), (3, 3)]
 
 
 def test_a_small_run_prints_its_table(
@@ -36,8 +36,9 @@ def test_a_small_run_prints_its_table(
     monkeypatch.setattr("sys.argv", ["bench_vllm.py", "--tiny"])
     assert bench.main() == 0  # it has no bar at this size
     printed = capsys.readouterr().out
-    assert [line.split("  ")[0] for line in printed.splitlines()[1:4]] == [
+    assert [line.split("  ")[0] for line in printed.splitlines()[1:5]] == [
         "Llama-70B, TP8",
         "Llama-70B, TP1",
+        "Llama-70B, TP1, more staging",
         "DeepSeek-V3.2",
     ]

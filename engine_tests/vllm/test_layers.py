@@ -95,9 +95,9 @@ def test_layers_are_waited_for_in_their_order(make: Make) -> None:
     first.ask(prompt(200), 1)
     side = second.workers[0].connector._worker
     calls = []
-    for name in ("wait_for_layer", "layer_written"):
-        real = getattr(side, name)
-        setattr(side, name, lambda layer, real=real, name=name: (calls.append((name, layer)),
+    for part, name in ((side.loads, "wait_for_layer"), (side.saves, "layer_written")):
+        real = getattr(part, name)
+        setattr(part, name, lambda layer, real=real, name=name: (calls.append((name, layer)),
                                                                   real(layer)))  # fmt: skip
     assert second.ask(prompt(200), 1).num_external == 192
     wanted = [
@@ -105,3 +105,21 @@ def test_layers_are_waited_for_in_their_order(make: Make) -> None:
     ]
     assert calls[: len(wanted)] == wanted
     check(first, second)
+
+
+def test_ends_are_told_though_a_step_without_a_message_comes_between(make: Make) -> None:
+    """Whoever asks for results twice before the message is built must not lose the first ones."""
+    first, second = make(settings=BOTH), make(settings=BOTH)
+    first.ask(prompt(200), 1)
+    connector = second.workers[0].connector
+    build = connector.build_connector_worker_meta
+
+    def build_late() -> Any:
+        connector.get_transfer_results(set())
+        return build()
+
+    connector.build_connector_worker_meta = build_late
+    assert second.ask(prompt(270), 20).is_right
+    third = make(settings=BOTH)
+    assert third.ask(prompt(270), 1).num_external == 256  # saves wait for the loads' ends
+    check(first, second, third)

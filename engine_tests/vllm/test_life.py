@@ -12,7 +12,7 @@ from hooked import Pause
 from test_failures import check
 
 from kvferry.errors import ArgumentError
-from kvferry.linker import vllm_worker
+from kvferry.linker import vllm_loads
 from kvferry.linker.vllm import log_as_vllm
 from kvferry.linker.vllm_stats import COUNTERS
 
@@ -49,7 +49,7 @@ def test_a_step_that_computes_nothing_waits_for_a_load(
     first, second = make(), make()
     first.ask(prompt(200))
     second.stores[0].before["get"] = lambda *_: time.sleep(0.3)
-    monkeypatch.setattr(vllm_worker, "IDLE_WAIT_S", 20.0)
+    monkeypatch.setattr(vllm_loads, "IDLE_WAIT_S", 20.0)
     answer = second.ask(prompt(200), 1)
     assert (answer.is_right, answer.num_external) == (True, 192)
     assert len(second.workers[0].seen) < 6  # spinning: thousands
