@@ -11,8 +11,9 @@ from gpu_part import Check
 
 from kvferry.errors import ArgumentError
 from kvferry.kernels.counters import LayerCounters, Step
+from kvferry.linker.event_wait import EventWait
 from kvferry.linker.streams import fence_of_caller
-from kvferry.linker.waits import EventWait, LayerWait, layer_wait
+from kvferry.linker.waits import LayerWait, layer_wait
 
 NUM_LAYERS = 61
 LIMIT_S = 5.0

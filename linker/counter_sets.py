@@ -8,7 +8,8 @@ import torch
 
 from kvferry.errors import TransferFailed
 from kvferry.kernels.counters import LayerCounters
-from kvferry.linker.waits import EventWait, LayerWait, layer_wait
+from kvferry.linker.event_wait import EventWait
+from kvferry.linker.waits import LayerWait, layer_wait
 
 WAITS = ("auto", "host", "event", "device")
 

@@ -15,7 +15,7 @@ from kvferry.linker.ranges import Range, ranged
 from kvferry.linker.streams import Fence, fence_of_caller
 from kvferry.linker.trace import Trace
 from kvferry.linker.transfer import Timings, Transfer, TransferResult
-from kvferry.linker.waits import Waited
+from kvferry.linker.waited import Waited
 
 
 @dataclass(frozen=True)

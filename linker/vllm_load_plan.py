@@ -1,4 +1,4 @@
-"""Which of vLLM's blocks a load fills, group by group, and whether they are all that will be read."""
+"""Which of vLLM's blocks a load fills, by group, and whether they are all that will be read."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

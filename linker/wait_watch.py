@@ -43,6 +43,11 @@ class WaitWatch:
                 self._thread.start()
             self._changed.notify()
 
+    def drop(self, step: Step, layer: int) -> None:
+        """Forget waits for a layer, which did not begin after all."""
+        with self._changed:
+            self._waits = [wait for wait in self._waits if wait[1:] != (step, layer)]
+
     def close(self) -> None:
         """Let through whoever still waits, and end the thread."""
         with self._changed:

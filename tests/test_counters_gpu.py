@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from kvferry.kernels.counters import LayerCounters
+from kvferry.linker.device_wait import DeviceWait
+from kvferry.linker.event_wait import EventWait
+from kvferry.linker.host_wait import HostWait
 from kvferry.linker.streams import fence_of_caller
-from kvferry.linker.waits import DeviceWait, EventWait, HostWait, LayerWait, layer_wait
+from kvferry.linker.waits import LayerWait, layer_wait
 
 LIMIT_S = 10.0
 pytestmark = [

@@ -18,7 +18,7 @@ from runner import Runner, main
 from kvferry import CacheLayout
 from kvferry.errors import TransferFailed
 from kvferry.linker.trace import Trace
-from kvferry.linker.waits import Waited
+from kvferry.linker.waited import Waited
 from kvferry.testing import check_telling, make_tensors, write_telling
 
 NUM_PAGES = 12
