@@ -54,7 +54,8 @@ BENCHMARKS = {
         "make bench-vllm",
         "How much Python runs before the bytes of a prefix move: keys and descriptors by vLLM "
         "0.33's own MooncakeStoreConnector code, beside all that kvferry does until its store "
-        "calls. Processor time of one thread, medians; no bytes move. Values: `prepare_values` "
+        "calls. Processor time of one thread, medians of calls made twice running (cold: ratios of "
+        "the first ones, behind the other side); no bytes move. Values: `prepare_values` "
         "alone; first: until the first of kvferry's store calls. Pools are shrunk to 512 blocks, "
         "layers and blocks are real.",
     ),

@@ -1,15 +1,14 @@
 """vLLM's KV connector: the contract of 0.32 and 0.33, for every cache that kvferry can describe.
 
 vLLM loads this by `{"kv_connector": "KVFerryConnector", "kv_connector_module_path":
-"kvferry.linker.vllm", "kv_role": "kv_both"}`. Only it and `vllm_messages` import vLLM. One instance
-plans, in the scheduler; one in each worker moves bytes; what they say to each other is plain data.
-It is a cache: what fails is computed again, and nothing is ever owed to anybody.
+"kvferry.linker.vllm", "kv_role": "kv_both"}`. Besides, `vllm_setup` and `vllm_messages` import it.
+One instance plans, in the scheduler; one in each worker moves bytes; what they say to each other is
+plain data. It is a cache: what fails is computed again, and nothing is ever owed to anybody.
 """
 
 import logging
-import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,19 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import (
-    get_pp_group,
-    get_tp_group,
-    model_parallel_is_initialized,
-)
-from vllm.v1.core.kv_cache_utils import get_block_hash, resolve_kv_cache_block_sizes
 
-from kvferry.errors import ArgumentError, KVFerryError
-from kvferry.identity import ModelIdentity
+from kvferry.errors import KVFerryError
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.mooncake_config import MooncakeConfig
 from kvferry.linker.staging import StagingBuffer
-from kvferry.linker.vllm_groups import Group, Prefixes, read_groups
+from kvferry.linker.vllm_groups import read_groups
 from kvferry.linker.vllm_jobs import LoadsEnded, StepJobs
 from kvferry.linker.vllm_messages import (
     KVFerryHandshake,
@@ -44,7 +36,8 @@ from kvferry.linker.vllm_messages import (
 )
 from kvferry.linker.vllm_pools import read_vllm_pools
 from kvferry.linker.vllm_scheduler import SchedulerSide
-from kvferry.linker.vllm_settings import ConnectorConfig, read_connector_config, read_settings
+from kvferry.linker.vllm_settings import read_connector_config, read_settings
+from kvferry.linker.vllm_setup import check_config, identity_of, ranks_of, scheduler_side
 from kvferry.linker.vllm_stats import since, totals
 from kvferry.linker.vllm_worker import CLOSE_LIMIT_S, WorkerSide
 
@@ -82,29 +75,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._parallel = vllm_config.parallel_config
         groups = read_groups(kv_cache_config, self._parallel.decode_context_parallel_size)
         self._by_layer = self._settings.connector.loads == "layerwise"
-        if self._by_layer and len(kv_cache_config.kv_cache_groups) > 1:
-            raise ArgumentError(
-                "loads is 'layerwise', but the model has "
-                f"{len(kv_cache_config.kv_cache_groups)} cache groups, for which vLLM cannot take "
-                "back a step whose load failed; wanted 'async'"
-            )
-        if self._by_layer and vllm_config.max_concurrent_batches > 1:
-            raise ArgumentError(
-                "loads is 'layerwise', but vLLM runs "
-                f"{vllm_config.max_concurrent_batches} steps at a time and cannot take back the "
-                "one behind a failed load; wanted 'async', or --no-async-scheduling and no "
-                "pipeline stages"
-            )
-        if not vllm_config.cache_config.enable_prefix_caching:
-            raise ArgumentError(
-                "enable_prefix_caching is False, wanted True: pages are kept under its hashes"
-            )
-        context_ranks = getattr(self._parallel, "prefill_context_parallel_size", 1)
-        if context_ranks > 1:
-            raise ArgumentError(
-                f"prefill_context_parallel_size is {context_ranks}, wanted 1: which rank keeps "
-                "which tokens is not described"
-            )
+        check_config(vllm_config, kv_cache_config, by_layer=self._by_layer)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._caches: dict[str, torch.Tensor] = {}
@@ -118,7 +89,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._store = MooncakeStore(self._store_config(role))
         if role == KVConnectorRole.SCHEDULER:
             try:
-                self._scheduler = self._make_scheduler(vllm_config, groups)
+                self._scheduler = scheduler_side(
+                    vllm_config, kv_cache_config, groups, self._settings, self._store
+                )
             except BaseException:
                 self._store.close(CLOSE_LIMIT_S)
                 raise
@@ -248,13 +221,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Describe the caches again, once they are awake. Idempotent."""
         if self._worker is not None:
             return
-        ranks = _ranks(self._parallel)
+        ranks = ranks_of(self._parallel)
         first, _ = self._vllm_config.model_config.get_layers_start_end_indices(self._parallel)
         pools = read_vllm_pools(
             self._config,
             self._caches,
             first_layer=first,
-            identity=_identity(self._vllm_config, self._settings.connector, ranks),
+            identity=identity_of(self._vllm_config, self._settings.connector, ranks),
         )
         connector = self._settings.connector
         self._worker = WorkerSide(
@@ -370,62 +343,3 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             return replace(self._settings.mooncake, segment_bytes=0)
         return self._settings.mooncake
-
-    def _make_scheduler(self, vllm_config: Any, groups: Sequence[Group]) -> SchedulerSide:
-        _, hash_tokens = resolve_kv_cache_block_sizes(self._config, vllm_config)
-        speculative = vllm_config.speculative_config
-        drop_last = getattr(speculative, "use_eagle_block_drop", lambda: False)()
-        if getattr(vllm_config, "num_hash_lookahead_tokens", 0):
-            drop_last = False  # hashes tell the token behind the block, which drafts depend on
-        specs = [self._config.kv_cache_groups[group.group_id].kv_cache_spec for group in groups]
-        settings = self._settings
-        algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-        if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
-            log.warning(
-                "prefix_caching_hash_algo is %s without PYTHONHASHSEED: no other engine, nor this "
-                "one after its next start, will find what it stores; wanted sha256, or one seed",
-                algorithm,
-            )
-        return SchedulerSide(
-            Prefixes(groups, hash_tokens, drop_last=drop_last),
-            self._store,
-            num_workers=self._parallel.world_size,
-            by_boundary=[
-                group.group_id
-                for group, spec in zip(groups, specs, strict=True)
-                if getattr(spec, "mamba_cache_mode", "") == "align"
-            ],
-            loads_by_layer=self._by_layer,
-            lookup_ttl_s=settings.linker.lookup_ttl_s,
-            miss_ttl_s=settings.linker.miss_ttl_s,
-            min_load_tokens=settings.connector.min_load_tokens,
-            max_held_share=settings.connector.max_held_share,
-            hash_of=lambda block: (
-                None if block.block_hash is None else get_block_hash(block.block_hash)
-            ),
-        )
-
-
-def _ranks(parallel: Any) -> dict[str, tuple[int, int]]:
-    """Return (rank, size) of each kind of parallelism that splits a model's cache."""
-    tp = pp = (0, 1)
-    if model_parallel_is_initialized():
-        tp, pp = (
-            (group.rank_in_group, group.world_size) for group in (get_tp_group(), get_pp_group())
-        )
-    dcp_size = parallel.decode_context_parallel_size
-    return {"tp": tp, "pp": pp, "dcp": (tp[0] % dcp_size, dcp_size)}
-
-
-def _identity(
-    vllm_config: Any, connector: ConnectorConfig, ranks: Mapping[str, tuple[int, int]]
-) -> ModelIdentity:
-    """Return who writes these bytes: model, revision, dtype and draft as vLLM was told."""
-    model, speculative = vllm_config.model_config, vllm_config.speculative_config
-    return ModelIdentity(
-        model=connector.model or str(model.model),
-        revision=connector.revision or str(model.revision or ""),
-        kv_dtype=f"{vllm_config.cache_config.cache_dtype}:{model.dtype}",
-        draft="" if speculative is None else f"{speculative.method}:{speculative.model}",
-        **ranks,
-    )

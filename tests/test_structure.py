@@ -25,7 +25,7 @@ MAY_IMPORT = {
 RESERVED = {
     "mooncake": ("linker/mooncake.py",),
     "sglang": ("linker/sglang.py",),
-    "vllm": ("linker/vllm.py", "linker/vllm_messages.py"),
+    "vllm": ("linker/vllm.py", "linker/vllm_messages.py", "linker/vllm_setup.py"),
     "triton": ("kernels/", "tuning/"),
 }
 

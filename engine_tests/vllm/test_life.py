@@ -14,6 +14,7 @@ from test_failures import check
 from kvferry.errors import ArgumentError
 from kvferry.linker import vllm_loads
 from kvferry.linker.vllm import log_as_vllm
+from kvferry.linker.vllm_setup import scheduler_side
 from kvferry.linker.vllm_stats import COUNTERS
 
 Make = Callable[..., Engine]
@@ -99,7 +100,13 @@ def test_hashes_that_nobody_else_makes_are_warned_of(
     connector = make().connector
     monkeypatch.setattr(base_config.cache_config, "prefix_caching_hash_algo", "xxhash")
     caplog.clear()
-    connector._make_scheduler(base_config, connector._plan.prefixes.groups)
+    scheduler_side(
+        base_config,
+        connector._config,
+        connector._plan.prefixes.groups,
+        connector._settings,
+        connector._store,
+    )
     told = [line for line in caplog.messages if "without PYTHONHASHSEED: no other engine" in line]
     assert len(told) == (0 if seed else 1)
 

@@ -11,7 +11,7 @@ from hooked import Do, Pause
 from test_failures import check
 from vllm.config import ModelConfig
 
-from kvferry.linker import vllm as connector
+from kvferry.linker import vllm_setup
 
 Make = Callable[..., Engine]
 
@@ -25,9 +25,9 @@ def make_pair(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
         group = lambda: SimpleNamespace(rank_in_group=next(ranks), world_size=2)  # noqa: E731
         alone = lambda: SimpleNamespace(rank_in_group=0, world_size=1)  # noqa: E731
         with monkeypatch.context() as patched:
-            patched.setattr(connector, "model_parallel_is_initialized", lambda: True)
-            patched.setattr(connector, "get_tp_group", group)
-            patched.setattr(connector, "get_pp_group", alone)
+            patched.setattr(vllm_setup, "model_parallel_is_initialized", lambda: True)
+            patched.setattr(vllm_setup, "get_tp_group", group)
+            patched.setattr(vllm_setup, "get_pp_group", alone)
             return make(name, num_ranks=2, **more)
 
     return make_pair
@@ -117,9 +117,9 @@ def make_stages(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
         group = lambda: SimpleNamespace(rank_in_group=next(ranks), world_size=2)  # noqa: E731
         alone = lambda: SimpleNamespace(rank_in_group=0, world_size=1)  # noqa: E731
         with monkeypatch.context() as patched:
-            patched.setattr(connector, "model_parallel_is_initialized", lambda: True)
-            patched.setattr(connector, "get_tp_group", alone)
-            patched.setattr(connector, "get_pp_group", group)
+            patched.setattr(vllm_setup, "model_parallel_is_initialized", lambda: True)
+            patched.setattr(vllm_setup, "get_tp_group", alone)
+            patched.setattr(vllm_setup, "get_pp_group", group)
             patched.setattr(ModelConfig, "get_layers_start_end_indices", lambda *_: next(firsts))
             return make(name, stages=stages, **more)
 
