@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvferry.errors import LayoutError
 from kvferry.linker.keys import KeyScheme
 from kvferry.linker.pool_tensors import required
-from kvferry.linker.vllm_pools import space_of_group
+from kvferry.linker.vllm_specs import space_of_group
 from kvferry.restore import restorable
 
 

@@ -2,9 +2,8 @@
 
 vLLM has one pool of blocks, and groups of layers that take blocks from it by turns, each with a
 block table of its own. The groups lie over each other in memory, so each has a layout of its own
-here, and an object per page key and group. Nothing of vLLM is imported: its objects come in, and
-are recognised by the exact names of their classes. What is not known is refused. Facts are those
-of vLLM 0.33.0.
+here, and an object per page key and group. Nothing of vLLM is imported: its objects come in. What
+is not known is refused. Facts are those of vLLM 0.33.0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,19 +15,10 @@ import torch
 from kvferry.errors import LayoutError
 from kvferry.identity import ModelIdentity
 from kvferry.layout import CacheLayout
-from kvferry.linker.pool_tensors import Excluded, qualified_name, required
+from kvferry.linker.pool_tensors import Excluded, required
+from kvferry.linker.vllm_overlay import Extent, check_overlay
+from kvferry.linker.vllm_specs import is_replicated, space_of, specs_of, window_tokens
 from kvferry.pools import PoolTensors
-
-_MODULE = "vllm.v1.kv_cache_interface"
-_SPACE_OF_SPEC = {
-    f"{_MODULE}.FullAttentionSpec": "full",
-    f"{_MODULE}.MLAAttentionSpec": "full",
-    f"{_MODULE}.SlidingWindowSpec": "swa",
-    f"{_MODULE}.SlidingWindowMLASpec": "swa",
-    f"{_MODULE}.MambaSpec": "state",
-}
-_UNIFORM = f"{_MODULE}.UniformTypeKVCacheSpecs"
-_LATENT = (f"{_MODULE}.MLAAttentionSpec", f"{_MODULE}.SlidingWindowMLASpec")
 
 NULL_BLOCK_ID = 0
 """vLLM's block that stands for positions without one: skipped window positions and states."""
@@ -111,7 +101,7 @@ def read_vllm_pools(
     num_blocks = required(kv_cache_config, "num_blocks")
     travels = set(required(kv_cache_config, "prefix_cacheable_group_ids"))
     groups, excluded = [], []
-    extents: list[_Extent] = []
+    extents: list[Extent] = []
     unread = dict(kv_caches)
     all_groups = list(required(kv_cache_config, "kv_cache_groups"))
     ids = [
@@ -139,7 +129,7 @@ def read_vllm_pools(
         memory = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors.values()}
         rest = sum(storage.nbytes() for storage in memory.values())
         rest -= num_blocks * read.layout.object_bytes[read.space]
-        extents += [_Extent.of(group_id, tensor, num_blocks) for tensor in tensors.values()]
+        extents += [Extent.of(group_id, tensor, num_blocks) for tensor in tensors.values()]
         reason = "between the group's pages: padding, and room of groups with larger blocks"
         excluded.append(Excluded(f"group {group_id}", reason, rest))
     if unread:
@@ -147,7 +137,7 @@ def read_vllm_pools(
             f"kv_caches: layers {sorted(unread)} belong to no group, wanted every registered "
             f"tensor in one"
         )
-    _check_overlay(extents)
+    check_overlay(extents)
     return VllmPools(tuple(groups), tuple(excluded))
 
 
@@ -160,8 +150,10 @@ def _read_group(
     num_layers: int,
     identity: ModelIdentity | None,
 ) -> VllmGroup:
-    specs = _specs(group, list(tensors))
-    spaces = {name: _space(group_id, name, spec) for name, spec in specs.items()}
+    specs = specs_of(group, list(tensors))
+    spaces = {name: space_of(group_id, name, spec) for name, spec in specs.items()}
+    if not spaces:
+        raise LayoutError(f"group {group_id}: no layer has a spec, wanted the cache's own layer")
     (space, *others) = sorted(set(spaces.values()))
     if others or getattr(group, "host_resident", False):
         raise LayoutError(
@@ -188,7 +180,7 @@ def _read_group(
             )
         pool[layer_id] = view
     names = _pool_names(list(pools))
-    window = max((_window_tokens(spec) for spec in specs.values()), default=0)
+    window = max((window_tokens(spec) for spec in specs.values()), default=0)
     layout = CacheLayout.from_tensors(
         [PoolTensors(names[key], space, "page", views) for key, views in pools.items()],
         page_size=required(required(group, "kv_cache_spec"), "block_size"),
@@ -196,55 +188,8 @@ def _read_group(
         window_tokens=window or None,
         identity=identity,
     )
-    replicated = all(_is_replicated(spec) for spec in specs.values())
+    replicated = all(is_replicated(spec) for spec in specs.values())
     return VllmGroup(group_id, space, layout, layer_ids, replicated)
-
-
-def space_of_group(group_id: int, group: Any) -> str:
-    """Return the index space of a group's layers, without their tensors.
-
-    Raises:
-        LayoutError: a kind of layer that is not described, or several in one group.
-    """
-    names = list(required(group, "layer_names")) or ["?"]  # none on this pipeline stage
-    spaces = {_space(group_id, name, spec) for name, spec in _specs(group, names).items()}
-    if len(spaces) != 1:
-        raise LayoutError(f"group {group_id}: its layers are {sorted(spaces)}, wanted one kind")
-    return spaces.pop()
-
-
-def _specs(group: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Each layer's own spec; groups of one kind of layers in several sizes keep one per layer."""
-    spec = required(group, "kv_cache_spec")
-    if qualified_name(spec) != _UNIFORM:
-        return dict.fromkeys(names, spec)
-    by_name = required(spec, "kv_cache_specs")
-    # A layer that shares another's cache has no spec of its own; its tensor is the other's.
-    return {name: by_name[name] for name in names if name in by_name}
-
-
-def _space(group_id: int, name: str, spec: Any) -> str:
-    space = _SPACE_OF_SPEC.get(qualified_name(spec))
-    if space is None:
-        raise LayoutError(
-            f"group {group_id} layer {name!r}: a {qualified_name(spec)}, wanted one of "
-            f"{sorted(_SPACE_OF_SPEC)}"
-        )
-    return space
-
-
-def _window_tokens(spec: Any) -> int:
-    if _SPACE_OF_SPEC[qualified_name(spec)] != "swa":
-        return 0
-    # As `num_retained_tokens`, which vLLM has from 0.33 on: the last token needs no more before it.
-    window, extra = required(spec, "sliding_window"), required(spec, "extra_retained_tokens")
-    return max(1, int(window) - 1 + int(extra))
-
-
-def _is_replicated(spec: Any) -> bool:
-    if qualified_name(spec) in _LATENT:
-        return True  # decode context parallelism shards it, and is part of the share
-    return bool(getattr(spec, "tp_replicated", False))
 
 
 def _pages(group_id: int, name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -261,59 +206,6 @@ def _pages(group_id: int, name: str, tensor: torch.Tensor, num_blocks: int) -> t
         )
     parts = tensor.shape[0] // num_blocks
     return tensor if parts == 1 else tensor.view(num_blocks, parts, *tensor.shape[1:])
-
-
-@dataclass(frozen=True)
-class _Extent:
-    """Memory of one layer's tensor.
-
-    Attributes:
-        group_id: the layer's group.
-        begin: address of the first byte.
-        end: address behind the last byte.
-        block_stride: bytes from one block to the next.
-    """
-
-    group_id: int
-    begin: int
-    end: int
-    block_stride: int
-
-    @classmethod
-    def of(cls, group_id: int, tensor: torch.Tensor, num_blocks: int) -> "_Extent":
-        """Measure a tensor of blocks."""
-        last = sum(
-            (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        size, begin = tensor.element_size(), tensor.data_ptr()
-        stride = tensor.stride(0) * (len(tensor) // num_blocks) * size
-        return cls(group_id, begin, begin + (last + 1) * size, stride)
-
-
-def _check_overlay(extents: Sequence[_Extent]) -> None:
-    """Refuse groups where a block of one lies over several of another's.
-
-    vLLM keeps a block in one group at a time, so that groups may share memory block by block. With
-    heads before blocks (LHBNC) and states, which have no heads, they share it in another way, and
-    blocks of one request would be overwritten by another's.
-    """
-    seen: set[tuple[int, int, int]] = set()
-    for one in extents:
-        if (one.group_id, one.begin, one.block_stride) in seen:
-            continue
-        seen.add((one.group_id, one.begin, one.block_stride))
-        for other in extents:
-            if (
-                one.group_id < other.group_id
-                and one.begin < other.end
-                and other.begin < one.end
-                and one.block_stride != other.block_stride
-            ):
-                raise LayoutError(
-                    f"groups {one.group_id} and {other.group_id} share memory in blocks of "
-                    f"{one.block_stride} and {other.block_stride} bytes, wanted equal ones: choose "
-                    "another kv_cache_layout"
-                )
 
 
 def _layer_id(name: str, first_layer: int) -> tuple[int, str]:

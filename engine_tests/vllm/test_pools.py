@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheTensor,
     MambaSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -309,6 +310,11 @@ def test_what_is_refused() -> None:
     made = make(plan.llama())
     made.config.kv_cache_groups[0].host_resident = True
     with pytest.raises(LayoutError, match="in host memory, wanted one kind on the device"):
+        made.read()
+    made = make(plan.llama())
+    group = made.config.kv_cache_groups[0]
+    group.kv_cache_spec = UniformTypeKVCacheSpecs(BLOCK, {"elsewhere": group.kv_cache_spec})
+    with pytest.raises(LayoutError, match="group 0: no layer has a spec"):
         made.read()
     with pytest.raises(LayoutError, match="has no attribute 'num_blocks'"):
         Plan(KVCacheTensor(1, [], 1, 1), {}).read()
