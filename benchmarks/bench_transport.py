@@ -133,7 +133,7 @@ def main() -> int:
         store = stack.enter_context(MooncakeStore(config))
         staging = StagingBuffer(4 * num_bytes, device=torch.device("cpu"))
         linker = stack.enter_context(
-            Linker(layout, store, staging, LinkerConfig(namespace="bench"))
+            Linker(layout, store, staging, LinkerConfig(namespace="bench", part_bytes=64 << 20))
         )
         bench = Bench(store, linker, staging)
         rounds = [bench.round(number) for number in range(ROUNDS + 2)][2:]
