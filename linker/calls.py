@@ -153,7 +153,8 @@ class Calls:
         begin_s = time.monotonic()
         with self.gate:
             self.breaker.check()
-            answers: list[int] = getattr(self.client, name)(list(keys), *arguments)
+            names = keys if isinstance(keys, list) else list(keys)
+            answers: list[int] = getattr(self.client, name)(names, *arguments)
         if len(answers) != len(keys):
             raise StoreError(
                 f"{name} answered {len(answers)} codes for {len(keys)} keys: Mooncake's client is "

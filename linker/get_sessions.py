@@ -193,13 +193,13 @@ class MooncakeGetSession:
         with self._reads:
             patience, is_lost = self._book.calls.patience, False
             step = min(self._book.max_call_objects, patience.ranges_per_call)
-            columns = nested(addresses, sizes, offsets)
+            places, lengths, starts = nested(addresses, sizes, offsets)
             for part in split(sizes, self._book.max_call_bytes, step):
                 if is_lost:
                     results += [UNTRIED] * (part.stop - part.start)
                     continue
                 begin_s = time.monotonic()
-                results += self._read_part(keys[part], *(column[part] for column in columns))
+                results += self._read_part(keys[part], places[part], lengths[part], starts[part])
                 is_lost = patience.is_lost(results[part], time.monotonic() - begin_s)
         return results
 

@@ -42,6 +42,8 @@ class Patience:
             taken_s: how long it took.
         """
         failed = not all_are(results, FETCHED) and UNTRIED in results
+        if not failed and not self._suspects:  # nearly always: without the lock
+            return False
         lost = failed and taken_s > SLOW_S
         with self._lock:
             self._suspects = lost or (self._suspects and failed)
