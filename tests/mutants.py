@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("src", "kernels", "linker", "tuning", "tests", "benchmarks", "docs", "pyproject.toml",
-          "README.md", "CONTRIBUTING.md", "Makefile")  # fmt: skip
+COPIED = ("src", "kernels", "linker", "tuning", "tests", "fault_tests", "benchmarks", "docs",
+          "pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")  # fmt: skip
 LIMIT_S = 300
 
 
@@ -272,8 +272,8 @@ MUTANTS = (
     Mutant(
         "the first group shares the wire with the others",
         "linker/layer_loader.py",
-        "earlier.call.exception()",
-        "pass",
+        "if part.group > 0 == self._next_group:",
+        "if part.group > 99 == self._next_group:",
         "tests/test_layers.py",
     ),
     Mutant(
@@ -586,6 +586,48 @@ MUTANTS = (
         "== rank for key",
         "!= -1 for key",
         "tests/test_ranks.py",
+    ),
+    Mutant(
+        "a slice of page ids begins with the first id",
+        "kernels/page_ids.py",
+        "some.address = self.address + first * self.id_bytes",
+        "some.address = self.address",
+        "tests/test_page_ids.py",
+    ),
+    Mutant(
+        "every part takes the first part's pages",
+        "linker/mover.py",
+        "yield part, ids[first:end]",
+        "yield part, ids[: len(part.keys)]",
+        "tests/test_linker.py",
+    ),
+    Mutant(
+        "of addresses at a stride the first alone is looked at",
+        "linker/regions.py",
+        "first, last = sorted((addresses[0], addresses[-1]))",
+        "first = last = addresses[0]",
+        "tests/test_mooncake.py",
+    ),
+    Mutant(
+        "a save's blocks come free with the first of several workers",
+        "linker/vllm_held.py",
+        "self._ended.items() if count >= self._num_workers",
+        "self._ended.items() if count >= 1",
+        "tests/test_vllm_scheduler.py",
+    ),
+    Mutant(
+        "a layer counts as written with its first cache",
+        "linker/vllm_saves.py",
+        "save.layer_written(layer - 1)",
+        "save.layer_written(layer)",
+        "tests/test_vllm_worker.py",
+    ),
+    Mutant(
+        "groups of one batch are taken for another's",
+        "linker/layer_plan.py",
+        "scale = max(1, math.gcd(*num_rows))",
+        "scale = max(1, *num_rows)",
+        "tests/test_layer_plan.py",
     ),
 )
 

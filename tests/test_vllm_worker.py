@@ -130,16 +130,16 @@ def load(side: WorkerSide, by_group: dict[int, GroupPages], error: str = "") -> 
 
 
 def test_a_layer_is_written_once_all_of_its_caches_are(worker_bed: Bed) -> None:
-    side = worker_bed.side(by_layer=True, groups=((0, 1), (1, 3)))
+    side = worker_bed.side(by_layer=True, groups=((0, 1), (1, 2), (2, 3)))
     layout = layout_of(side, 0)
-    side.saves._layers = {"layers.0.index": (0, 0), **side.saves._layers}  # beside latents
+    names = [f"layers.{layer}.index" for layer in range(3)]  # beside latents
+    side.saves._layers = {name: (0, layer) for layer, name in enumerate(names)}
     jobs = StepJobs([], [SaveJob(1, {0: pages(5)})])
     side.saves.begin_by_layer(jobs)
-    side.saves.layer_written("layers.0.index")
-    time.sleep(0.3)  # who took this for the whole layer would pack it now
-    write_telling(layout, "full", [5], [5])
-    for name in list(side.saves._layers)[1:]:
+    for layer, name in enumerate(names):
         side.saves.layer_written(name)
+        time.sleep(0.3)  # who took this for the whole layer would pack it now
+        write_telling(layout, "full", [5], [5], layers=[layer])
     side.saves.begin(jobs)
     until(lambda: side.saves.num_in_flight == 0)
     assert not load(side, {0: pages(7)}).failed
