@@ -196,10 +196,8 @@ def test_an_id_outside_the_pools_moves_nothing(device: torch.device, ring: Ring)
 
 
 def kernels_of(packer: Packer, **changes: Any) -> set[Any]:
-    move = replace(
-        packer.describe(0, narrow([4, 2]), 1 << 20, packer.layout.object_bytes["full"], ((0, 2),)),
-        **changes,
-    )
+    size = packer.layout.object_bytes["full"]
+    move = packer.describe(0, narrow([4, 2]), 1 << 20, size, ((0, 2),))._replace(**changes)
     return {launch.kernel for launch in packer.launches(move)}
 
 
