@@ -51,7 +51,7 @@ class Results:
     @property
     def harmed(self) -> Case | None:
         """The case whose store is harmed: one that a hit answers as a computation from scratch."""
-        return next((case for case in self.cases if not case.interpreted), None)
+        return next((case for case in self.cases if case.is_cut_free), None)
 
 
 def report(results: Results, faults_legend: str = FAULTS_LEGEND) -> int:
@@ -67,7 +67,7 @@ def report(results: Results, faults_legend: str = FAULTS_LEGEND) -> int:
         print(f"faults, under {results.harmed.name}:")
         print(f"{table([fault.row() for fault in results.faults])}\n\n{faults_legend}\n")
     if results.harmed is None:
-        print("no faults: they need a model without Triton's interpreter\n")
+        print("no faults: they need a model that answers alike whatever was cached\n")
     for heading, rows in results.more:
         print(f"{heading}\n{table(rows)}\n")
     bars = [*_bars(results), *results.more_bars]

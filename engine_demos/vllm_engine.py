@@ -41,6 +41,33 @@ DRAIN_PAUSE_S = 0.01
 DRAIN_LIMIT_S = 10.0
 
 
+def _allow_prefixes_of_mla() -> None:
+    """Have MLA models reuse prefixes on any processor: vLLM allows it beside AMX alone.
+
+    Its attention for other processors takes what is cached before a prompt's part by plain torch.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def lenient(vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        asked = (
+            scheduler.enable_chunked_prefill,
+            scheduler.max_num_batched_tokens,
+            cache.enable_prefix_caching,
+        )
+        check(vllm_config)
+        if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
+            (
+                scheduler.enable_chunked_prefill,
+                scheduler.max_num_batched_tokens,
+                cache.enable_prefix_caching,
+            ) = asked
+
+    CpuPlatform.check_and_update_config = staticmethod(lenient)
+
+
 class Engine:
     """A `vllm.LLM`, and what of each request vLLM counts."""
 
@@ -54,6 +81,7 @@ class Engine:
         # `steady` has replaced, are taken instead.
         ops._supports_onednn = False
         utils.check_cpu_sgl_kernel = lambda *_: False
+        _allow_prefixes_of_mla()
         self._engine = vllm.LLM(**settings).llm_engine
         self._sampling = vllm.SamplingParams
         self._counted: dict[str, Any] = {}
