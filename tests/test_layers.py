@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from linker_bed import Bed, ids, keys
 
 from kvferry.errors import ArgumentError, StoreError, TransferFailed
+from kvferry.linker import layer_loader
 from kvferry.linker.layer_load import LayerLoad, LoadRequest
 from kvferry.linker.linker import Linker
 from kvferry.linker.plan import stride_bytes
@@ -333,13 +334,29 @@ def test_without_sessions_objects_come_whole(bed: Bed) -> None:
 
 def test_objects_come_whole_also_through_a_tight_staging(bed: Bed) -> None:
     largest = max(stride_bytes(bed.layout, space, trailer=True) for space in bed.layout.spaces)
-    linker = bed.linker(staging_bytes=largest, groups=GROUPS)
+    linker = bed.linker(staging_bytes=largest, part_bytes=largest, groups=GROUPS)
     saved(bed, linker, 6)
     bed.store.before["read"] = lambda names, *_: [ObjectResult(Outcome.LEASE_EXPIRED)] * len(names)
     load = linker.load(keys(6), ids(bed, 32, 6), layerwise=True).start()
     assert read_all(load) == ["landed"] * NUM_LAYERS
     load.result()
     bed.check(32, range(6))
+
+
+def test_no_layer_is_told_while_rows_of_it_are_lacking(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linker = bed.linker(groups=GROUPS)
+    saved(bed, linker, 4)
+    monkeypatch.setattr(layer_loader._Run, "_try_acquire", lambda *_: None)  # no staging is free
+    bed.store.before["read"] = fail_once(Outcome.LEASE_EXPIRED)
+    bed.store.before["get"] = lambda *_: time.sleep(0.3)
+    load = linker.load(keys(4), ids(bed, 32, 4), layerwise=True).start()
+    for layer in range(NUM_LAYERS):
+        assert load.wait_layer(layer).state == "landed"
+        check_telling(bed.layout, "full", list(range(32, 36)), range(4), layers=range(layer + 1))
+    load.result()
+    bed.check(32, range(4))
 
 
 # ---- failures ----
