@@ -80,10 +80,8 @@ def prepare(
     num_launches = num_ranges = num_parts = 0
     for plan in plan_transfer(layout, scheme, keys, page_ids, unique=False, trailer=True):
         layers = ((0, layout.num_layers),)
-        ids, first = PageIds.upload(layout, plan.page_ids, unique=False), 0
-        for part in plan.parts(PART_BYTES):
-            some = ids[first : first + len(part.keys)]
-            first += len(part.keys)
+        ids = PageIds.upload(layout, plan.page_ids, unique=False)
+        for part, some in plan.parts_and_ids(ids, PART_BYTES):
             move = packer.describe(PACK, some, STAGING_ADDRESS, part.stride_bytes, layers)
             num_launches += len(list(packer.launches(move)))
             num_ranges += len(part.addresses(STAGING_ADDRESS)) * (len(part.sizes) > 0)

@@ -158,10 +158,8 @@ class Packed:
         for plan in plan_transfer(
             layout, self._scheme, keys, block_ids, unique=False, trailer=True
         ):
-            ids, first = PageIds.upload(layout, plan.page_ids, unique=False), 0
-            for part in plan.parts(self._part_bytes):
-                some = ids[first : first + len(part.keys)]
-                first += len(part.keys)
+            ids = PageIds.upload(layout, plan.page_ids, unique=False)
+            for part, some in plan.parts_and_ids(ids, self._part_bytes):
                 move = self._packer.describe(PACK, some, STAGING_ADDRESS, part.stride_bytes, layers)
                 for launch in self._packer.launches(move):
                     launch.start(self._device)

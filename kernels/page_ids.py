@@ -146,7 +146,7 @@ def own_array(page_ids: torch.Tensor | NDArray[Any] | Sequence[int]) -> NDArray[
     Raises:
         ArgumentError: wrong dtype or shape.
     """
-    if isinstance(page_ids, list):
+    if isinstance(page_ids, list) and page_ids and not isinstance(page_ids[0], bool):
         with suppress(TypeError, OverflowError):  # not integers of 64 bits: numpy tells what
             return np.frombuffer(array("q", page_ids), dtype=np.int64)  # takes two thirds as long
     ids = np.asarray(page_ids)

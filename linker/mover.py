@@ -202,11 +202,7 @@ class Mover:
             return
         with self.lane.work(Fence()):
             ids = PageIds.upload(self._packers[plan.space].layout, plan.page_ids, unique=unique)
-        first = 0
-        for part in plan.parts(self._part_bytes):
-            end = first + len(part.keys)
-            yield part, ids[first:end]
-            first = end
+        yield from plan.parts_and_ids(ids, self._part_bytes)
 
     def _span(
         self,

@@ -66,6 +66,14 @@ class SpacePlan(NamedTuple):  # made for every part, in a third of a frozen data
                 self.holds_last and end >= len(self.keys),
             )
 
+    def parts_and_ids(self, ids: PageIds, max_bytes: int) -> Iterator[tuple["SpacePlan", PageIds]]:
+        """Cut into parts, each with its share of the plan's page ids, which are on the device."""
+        first = 0
+        for part in self.parts(max_bytes):
+            end = first + len(part.keys)
+            yield part, ids[first:end]
+            first = end
+
     @property
     def staging_bytes(self) -> int:
         """Bytes of staging that the part takes."""

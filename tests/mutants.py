@@ -596,7 +596,7 @@ MUTANTS = (
     ),
     Mutant(
         "every part takes the first part's pages",
-        "linker/mover.py",
+        "linker/plan.py",
         "yield part, ids[first:end]",
         "yield part, ids[: len(part.keys)]",
         "tests/test_linker.py",

@@ -56,7 +56,9 @@ def test_slices_are_those_of_the_ids_in_place(layout: CacheLayout, parts: list[s
             assert got.id_bytes == got.on_device.element_size()
 
 
-@pytest.mark.parametrize("bad", [[1.0, 2.0], ["1"], [1, None], [[1, 2]], [2**63], [1, -(2**70)]])
+@pytest.mark.parametrize(
+    "bad", [[1.0, 2.0], [True, False], ["1"], [1, None], [[1, 2]], [2**63], [1, -(2**70)]]
+)
 def test_lists_of_anything_but_small_integers_are_refused(layout: CacheLayout, bad: Any) -> None:
     with pytest.raises(ArgumentError, match="page_ids"):
         PageIds.check(layout, "full", bad, unique=False)
