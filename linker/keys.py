@@ -1,7 +1,10 @@
 """Object keys: one function makes them for exists, put and get."""
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from urllib.parse import quote
 
 from kvferry.errors import ArgumentError
 from kvferry.layout import CacheLayout
@@ -9,27 +12,32 @@ from kvferry.layout import CacheLayout
 MAX_KEY_LENGTH = 1024
 """Characters of a page key. Mooncake takes 4096 and more; a key travels with every call."""
 
+MAX_PART_LENGTH = 200
+"""Characters of a namespace, and of a model or generation as it stands in keys."""
+
 
 @dataclass(frozen=True)
 class KeyScheme:
-    """`namespace/fingerprint/share/page key/index space`.
+    """`namespace/model/generation/fingerprint/share/page key/index space`.
 
     Two page objects have one key only if their bytes mean the same: the fingerprint holds geometry,
-    model and parallel sizes, the share this rank's part.
+    model, generation and parallel sizes, the share this rank's part. Model and generation are there
+    to be read, and to be deleted by: see `stem`.
 
     Attributes:
         namespace: keeps deployments that share a store apart; without a slash.
         origins: by index space, fingerprint and share of its objects.
+        model: the model's id, any text; see `key_part`.
+        generation: the set of weights, likewise.
     """
 
     namespace: str
     origins: Mapping[str, tuple[str, str]]
+    model: str = ""
+    generation: str = ""
 
     def __post_init__(self) -> None:
-        if not self.namespace or "/" in self.namespace or "\0" in self.namespace:
-            raise ArgumentError(
-                f"namespace is {self.namespace!r}, wanted a non-empty string without a slash"
-            )
+        check_namespace(self.namespace)
 
     @classmethod
     def of(
@@ -56,7 +64,12 @@ class KeyScheme:
                 origins[space] = (layout.fingerprint_of_space(space, anyone), anyone.share)
             else:
                 origins[space] = (layout.fingerprint, layout.identity.share)
-        return cls(namespace, origins)
+        return cls(namespace, origins, layout.identity.model, layout.identity.generation)
+
+    @cached_property
+    def stem(self) -> str:
+        """What the keys of all objects of this model's generation begin with, on every rank."""
+        return stem_of(self.namespace, self.model, self.generation)
 
     def fingerprint(self, space: str) -> str:
         """Return the fingerprint of one index space's objects, 32 hex digits."""
@@ -65,8 +78,49 @@ class KeyScheme:
     def object_keys(self, page_keys: Sequence[str], space: str) -> list[str]:
         """Return the object keys of pages in one index space, in order."""
         fingerprint, share = self.origins[space]
-        prefix, suffix = f"{self.namespace}/{fingerprint}/{share}/", f"/{space}"
+        prefix, suffix = f"{self.stem}{fingerprint}/{share}/", f"/{space}"
         return [f"{prefix}{page_key}{suffix}" for page_key in page_keys]
+
+
+def check_namespace(namespace: str) -> None:
+    """Raise an ArgumentError unless a string can be the first part of keys."""
+    if (
+        not isinstance(namespace, str)
+        or not 1 <= len(namespace) <= MAX_PART_LENGTH
+        or any(letter in namespace for letter in "/\0")
+        or not _is_text(namespace)
+    ):
+        shown = repr(namespace)
+        raise ArgumentError(
+            f"namespace is {shown if len(shown) < 80 else shown[:76] + '...'}, wanted a string of "
+            f"1 .. {MAX_PART_LENGTH} characters without a slash"
+        )
+
+
+def stem_of(namespace: str, model: str, generation: str) -> str:
+    """Return `namespace/model/generation/`, which no other generation's keys begin with."""
+    return f"{namespace}/{key_part(model)}/{key_part(generation)}/"
+
+
+def key_part(name: str) -> str:
+    """Return a name as a part of keys: `-` if it is empty, percent-encoded where it must be.
+
+    Names that are too long end in a digest of the whole.
+    """
+    text = quote(name, safe="", errors="surrogatepass") or "-"
+    if len(text) <= MAX_PART_LENGTH:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{text[: MAX_PART_LENGTH - 17]}~{digest}"
+
+
+def _is_text(name: str) -> bool:
+    """Whether the string can be encoded: it has no lone surrogate."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _are_usable(keys: Sequence[str]) -> bool:

@@ -115,5 +115,7 @@ def identity_of(
         revision=connector.revision or str(model.revision or ""),
         kv_dtype=f"{vllm_config.cache_config.cache_dtype}:{model.dtype}",
         draft="" if speculative is None else f"{speculative.method}:{speculative.model}",
-        **ranks,
+        tp=ranks["tp"],
+        pp=ranks["pp"],
+        dcp=ranks["dcp"],
     )

@@ -90,8 +90,9 @@ class Worker:
         places = {name: tuple(settings.pop(name)) for name in ("cp", "pp") if name in settings}
         place = Place(tp=tuple(tp or (self.rank, self.size)), **places)
         described = {"page_size": 4, "num_layers": 6, "pools": KINDS[kind]}
+        layers = (0, 6) if place.pp[1] > 1 else None  # the toy's stages are alike
         plain = CacheLayout.from_description(
-            described, identity=ModelIdentity("toy", tp=place.tp, **places)
+            described, identity=ModelIdentity("toy", tp=place.tp, layers=layers, **places)
         )
         self.layout = plain.bind(make_tensors(plain, NUM_PAGES))
         replicated = frozenset({"full"} if kind != "mha" else ())

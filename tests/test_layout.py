@@ -198,7 +198,7 @@ def test_alignment_class_is_that_of_the_worst_run() -> None:
 
 
 def test_fingerprint_tells_everything_that_changes_the_bytes() -> None:
-    identity = ModelIdentity("m", "r1", "fp8", "draft", (1, 2), (0, 2), (0, 1), (0, 1))
+    identity = ModelIdentity("m", "r1", "fp8", "draft", (1, 2), (0, 2), layers=(0, 3))
     base = CacheLayout.from_description(SMALL, identity=identity).fingerprint
     others = [
         CacheLayout.from_description(plain, identity=identity).fingerprint
@@ -223,7 +223,11 @@ def test_fingerprint_tells_everything_that_changes_the_bytes() -> None:
             {**vars(identity), "draft": ""},
             {**vars(identity), "tp": (0, 2)},
             {**vars(identity), "tp": (1, 4)},
-            {**vars(identity), "pp": (1, 2)},
+            {**vars(identity), "pp": (1, 2), "layers": (3, 6)},
+            {**vars(identity), "layers": (0, 4)},
+            {**vars(identity), "layers": (1, 3)},
+            {**vars(identity), "config": "c"},
+            {**vars(identity), "generation": "2"},
             {**vars(identity), "cp": (0, 2)},
             {**vars(identity), "dcp": (0, 2)},
         )
@@ -237,13 +241,37 @@ def test_fingerprint_does_not_change_between_releases_unnoticed() -> None:
     # A stored object is found again only under the same fingerprint: if this value changes,
     # FORMAT_VERSION must change with it, and old caches are lost.
     layout = CacheLayout.from_description(description("deepseek-v3.2-dsa-fp8"))
-    assert layout.fingerprint == "cae9b9e19ddddcf1308388c721e8873a"
+    assert layout.fingerprint == "095193edfad2175bc451a8761fea61d9"
 
 
 def test_identity_is_checked_and_names_the_share() -> None:
     assert ModelIdentity(tp=(3, 8)).share == "tp3of8-pp0of1-cp0of1-dcp0of1"
-    with pytest.raises(LayoutError, match=r"tp is \(rank 8, size 8\)"):
-        ModelIdentity(tp=(8, 8))
+    stage = ModelIdentity(pp=(1, 3), layers=(20, 40))
+    assert stage.share == "tp0of1-pp1of3.layers20to39-cp0of1-dcp0of1"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"tp": (8, 8)}, r"tp is \(rank 8, size 8\)"),
+        ({"dcp": [0, 1]}, r"dcp is \[0, 1\], wanted a tuple of two integers"),
+        ({"cp": (0, True)}, r"cp is \(0, True\), wanted a tuple"),
+        ({"generation": 3}, "generation is 3, wanted a string"),
+        ({"config": None}, "config is None, wanted a string"),
+        ({"pp": (1, 3)}, r"layers is None, wanted \(first, end\) of this stage: pp is \(1, 3\)"),
+        (
+            {"pp": (1, 3), "layers": (20, 20)},
+            r"layers is \(first 20, end 20\), wanted 0 <= first <",
+        ),
+        ({"pp": (1, 3), "layers": (20, 40.0)}, r"layers is \(20, 40.0\), wanted a tuple of two"),
+        ({"layers": (0, 32)}, r"layers is \(0, 32\), wanted None: pp is \(0, 1\)"),
+    ],
+)
+def test_identities_that_could_not_tell_bytes_apart_are_refused(
+    wrong: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(LayoutError, match=match):
+        ModelIdentity(**wrong)
 
 
 def test_num_pages_is_the_smallest_pool() -> None:

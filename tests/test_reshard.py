@@ -330,7 +330,7 @@ def small(**changes: Any) -> CacheLayout:
     rest: dict[str, Any] = {"page_size": 4, "num_layers": 2}
     for key, value in changes.items():
         part = identity if hasattr(ModelIdentity, key) else rest if key in rest else pool
-        part[key] = value
+        part[key.removeprefix("pool_")] = value
     return CacheLayout.from_description(
         {**rest, "pools": [pool]}, identity=ModelIdentity(**identity)
     )
@@ -343,11 +343,15 @@ def small(**changes: Any) -> CacheLayout:
         ({"revision": "a"}, {}, "revision: the writer has 'a', the reader ''"),
         ({"kv_dtype": "fp8"}, {}, "kv_dtype: the writer has 'fp8', the reader ''"),
         ({"draft": "d"}, {}, "draft: the writer has 'd', the reader ''"),
-        ({"pp": (0, 2)}, {}, r"pp: the writer has \(0, 2\), the reader \(0, 1\)"),
+        ({"config": "c"}, {}, "config: the writer has 'c', the reader ''"),
+        ({"generation": "2"}, {}, "generation: the writer has '2', the reader ''"),
+        ({"pp": (1, 3), "layers": (2, 4)}, {"pp": (1, 3), "layers": (2, 5)},
+         r"layers: the writer has \(2, 4\), the reader \(2, 5\)"),
+        ({"pp": (0, 2), "layers": (0, 2)}, {}, r"pp: the writer has \(0, 2\), the reader \(0, 1\)"),
         ({"cp": (0, 2)}, {}, r"cp: the writer has \(0, 2\), the reader \(0, 1\)"),
         ({"num_layers": 3}, {}, "num_layers: the writer has 3, the reader 2"),
         ({"name": "kv"}, {}, r"pool 'k': the writer has \['kv'\] only"),
-        ({"layers": [0]}, {}, "pool 'k' layer 1: the writer has no such layer"),
+        ({"pool_layers": [0]}, {}, "pool 'k' layer 1: the writer has no such layer"),
         ({"index": "swa"}, {}, "pool 'k': index space is swa for the writer, full for the reader"),
         ({"dtype": "float16"}, {}, "pool 'k': dtype is float16 for the writer, bfloat16 for"),
         ({"row_shape": [1, 4, 8]}, {}, r"shard_totals is \(2,\) for the writer, \(4,\) for"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvferry.auditor import audit
     from kvferry.deployments import layout_for
+    from kvferry.digest import config_digest
     from kvferry.identity import ModelIdentity
     from kvferry.kernels.pack import Packer
     from kvferry.kernels.page_ids import PageIds
@@ -53,6 +54,7 @@ _HOMES = {
     "Transfer": "linker.transfer",
     "TransferResult": "linker.transfer",
     "audit": "auditor",
+    "config_digest": "digest",
     "layout_for": "deployments",
     "plan_reshard": "reshard",
     "restorable": "restore",
@@ -79,6 +81,7 @@ __all__ = [
     "Transfer",
     "TransferResult",
     "audit",
+    "config_digest",
     "layout_for",
     "plan_reshard",
     "restorable",

@@ -181,7 +181,9 @@ def _of_rank(writer: CacheLayout, rank: tuple[int, int]) -> CacheLayout:
 
 
 def _check_identities(writer: CacheLayout, reader: CacheLayout, dcp_in_tp: bool) -> None:
-    for name in ("model", "revision", "kv_dtype", "draft", "pp", "cp"):
+    for name in (
+        "model", "revision", "config", "generation", "kv_dtype", "draft", "pp", "layers", "cp",
+    ):  # fmt: skip
         wrote, wanted = getattr(writer.identity, name), getattr(reader.identity, name)
         if wrote != wanted:
             raise LayoutError(f"{name}: the writer has {wrote!r}, the reader {wanted!r}")
