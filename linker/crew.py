@@ -14,7 +14,6 @@ from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
 from kvferry.linker.counter_sets import CounterSet, CounterSets
 from kvferry.linker.direct import DirectSaver, direct_saver
-from kvferry.linker.keys import KeyScheme
 from kvferry.linker.layer_load import LayerLoad
 from kvferry.linker.layer_loader import LayerLoader
 from kvferry.linker.layer_save import LayerSave
@@ -54,7 +53,6 @@ class Crew:
         store: Store,
         staging: StagingBuffer,
         existence: ExistenceCache,
-        keys: KeyScheme,
         config: LinkerConfig,
         trace: Trace | None,
         sharing: SharedReads | None = None,
@@ -94,7 +92,7 @@ class Crew:
                 "packers": packers,
                 "existence": existence,
                 "lane": lane,
-                "seal": Seal(packers, keys, lane, config.backend) if config.integrity else None,
+                "seal": Seal(packers, lane, config.backend) if config.integrity else None,
                 "part_bytes": part_bytes,
                 "backend": config.backend,
                 "trace": trace,

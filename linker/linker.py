@@ -4,6 +4,7 @@ import atexit
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal, overload
 
@@ -43,7 +44,7 @@ class Linker:
     Attributes:
         layout: bound to the pools.
         config: the settings.
-        keys: makes the object keys.
+        keys: makes the object keys; another one after `renew`.
         stats: counters of what its transfers came to.
         sharing: what layer-wise loads share with other ranks, if they do.
     """
@@ -89,7 +90,7 @@ class Linker:
                 )
         if self.config.groups is not None:
             check_groups(self.config.groups, layout.num_layers)
-        self.keys = KeyScheme.of(layout, self.config.namespace, self.config.replicated)
+        self.keys = self._scheme_of(layout)
         self.stats = Stats()
         self._store = store
         self._staging = staging
@@ -100,7 +101,7 @@ class Linker:
         staging.register(store)
         try:
             self._crew = Crew(
-                layout, store, staging, self._existence, self.keys, self.config, trace, sharing
+                layout, store, staging, self._existence, self.config, trace, sharing
             )
         except BaseException:
             staging.unregister()
@@ -137,7 +138,7 @@ class Linker:
             ArgumentError: an argument is wrong; nothing was enqueued.
             TransferFailed: the linker is closing, or too many transfers wait.
         """
-        plans, plan_us = self._plan("save", keys, page_ids)
+        plans, plan_us = self._plan("save", self.keys, keys, page_ids)
         assert self.layout.device is not None
         caller = fence_of_caller(self.layout.device)
         if not layerwise:
@@ -214,7 +215,7 @@ class Linker:
         request = LoadRequest(keys, page_ids, tail_tokens, tail)
         if layerwise:
             return self.load_batch([request])
-        transfer = self._load_of(request)
+        transfer = self._load_of(request, self.keys)
         self._crew.whole(transfer)
         return transfer
 
@@ -239,7 +240,8 @@ class Linker:
         """
         if not requests:
             raise ArgumentError("requests are empty, wanted at least one")
-        transfers = tuple(self._load_of(request) for request in requests)
+        scheme = self.keys  # of all of them: they may ask for the same objects
+        transfers = tuple(self._load_of(request, scheme) for request in requests)
         rows = merge(
             [transfer.plans for transfer in transfers], [transfer.tail for transfer in transfers]
         )
@@ -275,7 +277,8 @@ class Linker:
         page_keys = check_page_keys(keys)
         if not page_keys or not self._store.available:  # whatever is remembered
             return []
-        rows = {space: self.keys.object_keys(page_keys, space) for space in self.layout.spaces}
+        scheme = self.keys
+        rows = {space: scheme.object_keys(page_keys, space) for space in self.layout.spaces}
         try:
             exists = self._existence.ask(self._store, [key for row in rows.values() for key in row])
         except StoreUnavailable as error:
@@ -292,8 +295,23 @@ class Linker:
         Args:
             keys: page keys, whose objects may be there or not.
         """
+        scheme = self.keys
         for space in self.layout.spaces:
-            self._existence.mark_failed(self.keys.object_keys(keys, space))
+            self._existence.mark_failed(scheme.object_keys(keys, space))
+
+    def renew(self, generation: str) -> None:
+        """Go over to another generation of the model's weights, for all calls from now on.
+
+        Transfers that were begun, and layer-wise loads that were made, keep the keys that they
+        have: what the old weights computed is stored under the old generation, or not at all.
+        Nothing is deleted. `layout` keeps the identity that it was made with.
+
+        Args:
+            generation: see `ModelIdentity.generation`.
+        """
+        identity = replace(self.layout.identity, generation=generation)
+        # One assignment: every call takes the scheme once.
+        self.keys = self._scheme_of(self.layout.of_rank(identity))
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Finish what was enqueued, end the threads, take back the registration. Idempotent.
@@ -330,14 +348,17 @@ class Linker:
                     self.layout.segments(space, by_token=True)
             self._can_be_cut = True
 
+    def _scheme_of(self, layout: CacheLayout) -> KeyScheme:
+        return KeyScheme.of(layout, self.config.namespace, self.config.replicated)
+
     def _plan(
-        self, kind: str, keys: Sequence[str], page_ids: SpaceIds
+        self, kind: str, scheme: KeyScheme, keys: Sequence[str], page_ids: SpaceIds
     ) -> tuple[tuple[SpacePlan, ...], float]:
         """Return the plans of a transfer, and how many microseconds they took."""
         begin = time.perf_counter()
         plans = plan_transfer(
             self.layout,
-            self.keys,
+            scheme,
             keys,
             page_ids,
             unique=kind == "load",
@@ -345,7 +366,7 @@ class Linker:
         )
         return plans, (time.perf_counter() - begin) * 1e6
 
-    def _load_of(self, request: LoadRequest) -> Transfer:
+    def _load_of(self, request: LoadRequest, scheme: KeyScheme) -> Transfer:
         """Check a request, and return its handle."""
         if request.tail not in TAILS:
             raise ArgumentError(f"tail is {request.tail!r}, wanted one of {tuple(TAILS)}")
@@ -357,7 +378,7 @@ class Linker:
         if tokens is not None and tokens < page_size:
             self._check_cut()
             tail = (tokens, request.tail)
-        plans, plan_us = self._plan("load", request.keys, request.page_ids)
+        plans, plan_us = self._plan("load", scheme, request.keys, request.page_ids)
         assert self.layout.device is not None
         caller = fence_of_caller(self.layout.device)
         load = Transfer("load", plans, caller, self.config.transfer_timeout_s, plan_us, tail)

@@ -31,6 +31,7 @@ class SpacePlan(NamedTuple):  # made for every part, in a third of a frozen data
         size_bytes: size of an object in the store, its trailer included if it has one.
         stride_bytes: from one object to the next in staging.
         holds_last: whether its last page is that of the transfer's last key.
+        fingerprint: of the objects, as their trailers have it: that of the keys.
     """
 
     space: str
@@ -40,6 +41,7 @@ class SpacePlan(NamedTuple):  # made for every part, in a third of a frozen data
     size_bytes: int
     stride_bytes: int
     holds_last: bool
+    fingerprint: str = ""
 
     def select(self, wanted: Sequence[bool]) -> "SpacePlan":
         """Return the plan of those pages alone whose entry is true."""
@@ -64,6 +66,7 @@ class SpacePlan(NamedTuple):  # made for every part, in a third of a frozen data
                 self.size_bytes,
                 self.stride_bytes,
                 self.holds_last and end >= len(self.keys),
+                self.fingerprint,
             )
 
     def parts_and_ids(self, ids: PageIds, max_bytes: int) -> Iterator[tuple["SpacePlan", PageIds]]:
@@ -156,6 +159,7 @@ def plan_transfer(
                 stored_bytes(object_bytes, layout.num_layers) if trailer else object_bytes,
                 stride_bytes(layout, space, trailer=trailer),
                 has_last,
+                scheme.fingerprint(space),
             )
         )
     return tuple(plan for plan in plans if plan.keys)

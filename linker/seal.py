@@ -11,7 +11,6 @@ from kvferry.errors import StoreError
 from kvferry.kernels.checksum import ObjectSums
 from kvferry.kernels.pack import Packer
 from kvferry.launch import LaunchConfig
-from kvferry.linker.keys import KeyScheme
 from kvferry.linker.plan import SpacePlan
 from kvferry.linker.staging import Span
 from kvferry.linker.streams import Fence, Lane
@@ -43,17 +42,11 @@ class Seal:
     never in the model's stream.
     """
 
-    def __init__(
-        self, packers: Mapping[str, Packer], keys: KeyScheme, lane: Lane, backend: str
-    ) -> None:
-        """Make one for what `packers` move, by space, under their budget of programs.
-
-        `keys` has the fingerprint of each space's objects.
-        """
+    def __init__(self, packers: Mapping[str, Packer], lane: Lane, backend: str) -> None:
+        """Make one for what `packers` move, by space, under their budget of programs."""
         layout = next(iter(packers.values())).layout
         assert layout.device is not None
         self._device = layout.device
-        self._keys = keys
         self._num_layers = layout.num_layers
         self._lane = lane
         self._backend = backend
@@ -82,7 +75,7 @@ class Seal:
             sums: the checksums that the pack has computed, `[num_pages, num_layers]`.
         """
         (host_sums,) = self._on_host(sums)
-        made = make_ends(self._keys.fingerprint(part.space), part.object_bytes, keys, host_sums)
+        made = make_ends(part.fingerprint, part.object_bytes, keys, host_sums)
         with self._lane.work(Fence()) as fences:
             ends.copy_(torch.from_numpy(made))
         wait(fences[-1])
@@ -110,8 +103,7 @@ class Seal:
             sums: the layers' checksums as received, int64 `[num_pages, num_layers]`, there too.
         """
         host_ends, host_sums = self._on_host(ends, sums)
-        fingerprint = self._keys.fingerprint(part.space)
-        return find_faults(host_ends, fingerprint, part.object_bytes, part.keys, host_sums)
+        return find_faults(host_ends, part.fingerprint, part.object_bytes, part.keys, host_sums)
 
     def _on_host(self, *tensors: torch.Tensor) -> list[NDArray[Any]]:
         """Return copies in host memory, made behind what the lane has been given."""
