@@ -100,9 +100,7 @@ class Linker:
         self._can_be_cut = False  # not known yet
         staging.register(store)
         try:
-            self._crew = Crew(
-                layout, store, staging, self._existence, self.config, trace, sharing
-            )
+            self._crew = Crew(layout, store, staging, self._existence, self.config, trace, sharing)
         except BaseException:
             staging.unregister()
             raise

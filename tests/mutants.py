@@ -235,6 +235,20 @@ MUTANTS = (
         "tests/test_integrity.py",
     ),
     Mutant(
+        "a batch of loads takes the key scheme anew for each request",
+        "linker/linker.py",
+        "self._load_of(request, scheme) for request in requests",
+        "self._load_of(request, self.keys) for request in requests",
+        "tests/test_renew.py",
+    ),
+    Mutant(
+        "parts of a transfer forget the fingerprint of their keys",
+        "linker/plan.py",
+        "self.holds_last and end >= len(self.keys),\n                self.fingerprint,",
+        'self.holds_last and end >= len(self.keys),\n                "00" * 16,',
+        "tests/test_renew.py",
+    ),
+    Mutant(
         "a load unpacks before it verifies",
         "linker/mover.py",
         "self._get(transfer, staged[-1])\n                self._launch(transfer, staged[-1])",
