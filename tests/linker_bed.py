@@ -79,13 +79,19 @@ class Bed:
         self.linkers: list[Linker] = []
 
     def linker(
-        self, staging_bytes: int = 1 << 20, *, trace: Trace | None = None, **settings: Any
+        self,
+        staging_bytes: int = 1 << 20,
+        *,
+        trace: Trace | None = None,
+        layout: CacheLayout | None = None,
+        **settings: Any,
     ) -> Linker:
         assert self.layout.device is not None
         memory = "cpu" if self.layout.device.type == "cpu" else "pinned"
         staging = StagingBuffer(staging_bytes, device=self.layout.device, memory=memory)
         settings = {"namespace": f"test-linker-{next(_names)}", "lookup_ttl_s": 0.0, **settings}
-        linker = Linker(self.layout, self.store, staging, LinkerConfig(**settings), trace=trace)
+        config = LinkerConfig(**settings)
+        linker = Linker(layout or self.layout, self.store, staging, config, trace=trace)
         self.linkers.append(linker)
         return self.linkers[-1]
 

@@ -2,16 +2,20 @@
 
 import copy
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError
+from kvferry.fingerprint import MEANING
 from kvferry.identity import ModelIdentity
 from kvferry.layout import CacheLayout
 from kvferry.models import description, descriptions
-from kvferry.pools import PoolTensors
+from kvferry.pools import Pool, PoolTensors
 from kvferry.testing import make_tensors
 
 SMALL: dict[str, Any] = {
@@ -212,6 +216,14 @@ def test_fingerprint_tells_everything_that_changes_the_bytes() -> None:
             with_pool(0, dtype="float16"),
             with_pool(0, layers=[0, 1]),
             with_pool(1, rows="page", row_shape=[4, 2, 4]),
+            with_pool(1, rows="page", row_shape=[4, 2, 4], token_axis=0),
+            with_pool(2, order=[1, 0]),
+            with_pool(2, token_planes=[3]),
+            with_pool(0, shard_axis=0),
+            with_pool(0, shard_axis=1),
+            with_pool(0, shard_axis=0, shard_totals=[2]),
+            with_pool(0, shard_axis=1, shard_parts=[2, 6]),
+            with_pool(0, shard_axis=1, shard_parts=[6, 2]),
         )
     ]
     others += [
@@ -237,11 +249,69 @@ def test_fingerprint_tells_everything_that_changes_the_bytes() -> None:
     assert len(base) == 32
 
 
+DECIDED = {
+    "page_shape": "page_size, rows and row_shape tell it",
+    "page_bytes": "page_shape and dtype tell it",
+    "head_group": "pools lie one after another in pool order; part of the canonical fingerprint",
+}
+
+
+def test_every_field_of_a_pool_is_in_the_fingerprint_or_decided_against() -> None:
+    assert {field.name for field in fields(Pool)} == {*MEANING, *DECIDED}
+    assert not set(MEANING) & set(DECIDED)
+
+
+shapes = st.permutations([4, 4, 2])
+entries = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(["k", "v"]),
+        "index": st.sampled_from(["full", "swa", "state"]),
+        "rows": st.sampled_from(["token", "page"]),
+        "row_shape": shapes | shapes.map(lambda shape: [1, *shape]),
+        "dtype": st.sampled_from(["float16", "bfloat16", "uint8"]),
+        "layers": st.sampled_from([[0], [1], [0, 1]]),
+        "token_axis": st.sampled_from([None, 0, 1, 2]),
+        "token_planes": st.sampled_from([(), (8,), (4, 4)]),
+        "shard_axis": st.sampled_from([None, 0, 1]),
+        "shard_parts": st.sampled_from([(), (4,), (1, 3), (3, 1), (2,)]),
+        "shard_totals": st.sampled_from([(), (4,), (8,), (1, 3), (2, 6), (2,)]),
+        "order": st.sampled_from([None, (0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 3), (2, 1, 3)]),
+    }
+)
+
+
+@given(st.data())
+def test_what_a_description_says_of_the_bytes_is_in_the_fingerprint(data: st.DataObject) -> None:
+    """Two layouts have one fingerprint if all of it agrees, and only then."""
+    layouts = []
+    entry = data.draw(entries)
+    for _ in range(2):
+        try:
+            layouts.append(
+                CacheLayout.from_description(
+                    {"page_size": 4, "num_layers": 2, "pools": [entry]},
+                    identity=ModelIdentity(tp=(0, 2)),
+                )
+            )
+        except LayoutError:
+            reject()
+        changed = data.draw(st.sets(st.sampled_from(sorted(entry)), max_size=2))
+        other = data.draw(entries)
+        entry = {**entry, **{key: other[key] for key in changed}}
+    one, other = ([getattr(layout.pools[0], name) for name in MEANING] for layout in layouts)
+    assert (layouts[0].fingerprint == layouts[1].fingerprint) == (one == other)
+
+
+def test_windows_say_what_must_be_there_and_not_what_it_means() -> None:
+    wider = CacheLayout.from_description(small(window_tokens=12))
+    assert wider.fingerprint == CacheLayout.from_description(SMALL).fingerprint
+
+
 def test_fingerprint_does_not_change_between_releases_unnoticed() -> None:
     # A stored object is found again only under the same fingerprint: if this value changes,
     # FORMAT_VERSION must change with it, and old caches are lost.
     layout = CacheLayout.from_description(description("deepseek-v3.2-dsa-fp8"))
-    assert layout.fingerprint == "095193edfad2175bc451a8761fea61d9"
+    assert layout.fingerprint == "435d1e4c6a81f5771c6c379bd1e62d74"
 
 
 def test_identity_is_checked_and_names_the_share() -> None:

@@ -1,6 +1,7 @@
 """Save, lookup and load through a real Mooncake store; faults injected where it can't show them."""
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import ObjectResult, Outcome
 from kvferry.linker.streams import Fence
 from kvferry.linker.transfer import Ended, Transfer
+from kvferry.pools import PoolTensors
 from kvferry.testing import check_poison, check_telling, write_telling
 
 pytestmark = pytest.mark.mooncake
@@ -189,6 +191,28 @@ def test_an_object_of_another_size_never_reaches_the_pools(bed: Bed) -> None:
         check_poison(bed.layout, "full", range(3))
         bed.store.store.remove([victim], force=True)
     staging.unregister()
+
+
+def test_tokens_first_and_heads_first_are_never_mixed_up(bed: Bed) -> None:
+    """Pages of equal shape that mean other things: neither finds what the other has stored."""
+    shape, tensors = (6, 8, 8, 16), []
+
+    def linker(token_axis: int) -> Linker:
+        tensors.append(torch.zeros(shape, dtype=torch.bfloat16, device=bed.layout.device))
+        pool = PoolTensors("k", "full", "page", {0: tensors[-1]}, token_axis=token_axis)
+        layout = CacheLayout.from_tensors([pool], page_size=8, num_layers=1)
+        return bed.linker(layout=layout, namespace=namespace)
+
+    namespace = f"axes-{time.monotonic_ns()}"
+    tokens_first, heads_first = linker(0), linker(1)
+    tensors[0].copy_(torch.arange(math.prod(shape)).view(shape) % 251)
+    assert tokens_first.save(keys(2), [0, 1]).result().num_objects == 2
+    assert tokens_first.lookup(keys(2)) == [1, 2]
+    assert heads_first.lookup(keys(2)) == []
+    with pytest.raises(TransferFailed) as caught:
+        heads_first.load(keys(2), [2, 3]).result()
+    assert caught.value.cause == "missing"
+    assert not tensors[1].any()
 
 
 def test_many_transfers_at_once_from_many_threads(bed: Bed) -> None:

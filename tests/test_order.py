@@ -104,20 +104,36 @@ def test_fingerprints_tell_the_order_and_not_the_memory() -> None:
     assert len(set(prints.values())) == 3
 
 
-def test_sharding_is_no_part_of_the_fingerprint() -> None:
+def test_the_canonical_fingerprint_tells_heads_and_tokens() -> None:
     plain: dict[str, Any] = {
-        "page_size": 4, "num_layers": 1,
-        "pools": [{"name": "k", "index": "full", "rows": "token", "row_shape": [2, 8],
+        "page_size": 4, "num_layers": 1, "order": "canonical",
+        "pools": [{"name": "k", "index": "full", "rows": "page", "row_shape": [4, 4, 8],
                    "dtype": "bfloat16", "layers": [0]}],
     }  # fmt: skip
-    bare = CacheLayout.from_description(plain)
-    plain["pools"][0] |= {"shard_axis": 0, "shard_totals": [2], "head_group": "kv"}
-    assert CacheLayout.from_description(plain).fingerprint == bare.fingerprint
-    whole = CacheLayout.from_description({**plain, "order": "canonical"})
-    plain["pools"][0] |= {"shard_axis": None, "shard_totals": None, "head_group": None}
-    # Without heads, tokens come first: other bytes.
-    bare = CacheLayout.from_description({**plain, "order": "canonical"})
-    assert bare.fingerprint != whole.fingerprint
+
+    def fingerprint(**changes: Any) -> str:
+        pool = {**plain["pools"][0], **changes}
+        described = CacheLayout.from_description({**plain, "pools": [pool]})
+        # Bytes are put in order by head: what lies where in memory changes nothing.
+        other_way = {**pool, "order": [2, 1, 0]}
+        again = CacheLayout.from_description({**plain, "pools": [other_way]})
+        assert again.fingerprint == described.fingerprint
+        return described.fingerprint
+
+    changes: list[dict[str, Any]] = [
+        {},
+        {"token_axis": 0},
+        {"token_planes": [64]},
+        {"shard_axis": 2},
+        {"token_axis": 0, "shard_axis": 1},
+        {"token_axis": 0, "shard_axis": 1, "head_group": "kv"},
+        {"token_axis": 0, "shard_axis": 1, "shard_parts": [1, 3], "shard_totals": [1, 3]},
+        {"token_axis": 0, "shard_axis": 1, "shard_parts": [3, 1], "shard_totals": [3, 1]},
+    ]
+    assert len({fingerprint(**change) for change in changes}) == len(changes)
+    # Tokens and heads change places: the same bytes once they are in order.
+    heads_first = fingerprint(token_axis=1, shard_axis=0)
+    assert heads_first == fingerprint(token_axis=0, shard_axis=1)
 
 
 def test_a_range_of_heads_is_one_range_of_each_layer() -> None:

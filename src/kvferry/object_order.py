@@ -71,6 +71,9 @@ def canonical_meaning(pool: "Pool") -> list[Any]:
         pool.dtype,
         pool.layer_ids,
         pool.head_group,
+        pool.token_planes,
+        pool.shard_parts,
+        pool.shard_totals,
     ]
 
 

@@ -18,6 +18,8 @@ SPACES = ("full", "swa", "state")
 class Pool:
     """The buffers of one kind, over all layers that have it, with one row geometry.
 
+    What a field says of the bytes' meaning is in the fingerprint: see `fingerprint.MEANING`.
+
     Attributes:
         name: unique in the layout, for example `kv` or `index_k`.
         space: the index space whose page ids address it.
@@ -34,8 +36,7 @@ class Pool:
         token_planes: for pages that hold one plane after another (keys, then scales), the bytes of
             one token in each plane; empty where `token_axis` tells.
         shard_axis: the axis of `row_shape` that tensor-parallel ranks share out; None where every
-            rank holds the same bytes. It says what may be read by other ranks, and is no part of
-            the fingerprint.
+            rank holds the same bytes.
         shard_parts: this rank's entries of each part that is concatenated along that axis.
         shard_totals: all ranks' entries of each part; see `sharding`.
         head_group: pools of one group are interleaved by head in canonical order.
