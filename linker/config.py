@@ -26,7 +26,10 @@ class LinkerConfig:
         miss_ttl_s: how long a key that failed to load counts as missing.
         max_queued: transfers that may wait in each direction; more are refused.
         integrity: whether objects carry a trailer with a checksum, and loads verify it before a
-            byte reaches the pools. The same on all that share objects.
+            byte reaches the pools. Without it loads may deliver wrong bytes as good ones, where a
+            master was restarted, an owner or this process stood still for longer than its lease, or
+            objects were removed by force under a reader: nothing else can tell. Never off unless a
+            user says so; objects without trailers have keys of their own.
         direct: `auto`: saves go straight from the pools where pages lie there in one piece of at
             least `min_direct_bytes` and `integrity` is off, see `direct`; or `never`.
         min_direct_bytes: shorter pages are packed all the same. From the least that `make

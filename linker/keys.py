@@ -18,7 +18,7 @@ MAX_PART_LENGTH = 200
 
 @dataclass(frozen=True)
 class KeyScheme:
-    """`namespace/model/generation/fingerprint/share/page key/index space`.
+    """`namespace/model/generation/fingerprint/share/page key/index space`, or `.../space.unsealed`.
 
     Two page objects have one key only if their bytes mean the same: the fingerprint holds geometry,
     model, generation and parallel sizes, the share this rank's part. Model and generation are there
@@ -29,19 +29,27 @@ class KeyScheme:
         origins: by index space, fingerprint and share of its objects.
         model: the model's id, any text; see `key_part`.
         generation: the set of weights, likewise.
+        sealed: whether the objects end in a trailer. Those without are other objects: who verifies
+            what it loads never finds them, nor they what it stored.
     """
 
     namespace: str
     origins: Mapping[str, tuple[str, str]]
     model: str = ""
     generation: str = ""
+    sealed: bool = True
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
 
     @classmethod
     def of(
-        cls, layout: CacheLayout, namespace: str, replicated: Collection[str] = ()
+        cls,
+        layout: CacheLayout,
+        namespace: str,
+        replicated: Collection[str] = (),
+        *,
+        sealed: bool = True,
     ) -> "KeyScheme":
         """Return the scheme of a layout's objects.
 
@@ -50,6 +58,7 @@ class KeyScheme:
             namespace: first part of every key.
             replicated: index spaces whose objects are equal on every tensor-parallel rank. Their
                 keys name no rank and no number of ranks, so that each is stored once for all.
+            sealed: whether the objects end in a trailer.
 
         Raises:
             ArgumentError: the namespace cannot be used, or the layout has no such space.
@@ -64,7 +73,8 @@ class KeyScheme:
                 origins[space] = (layout.fingerprint_of_space(space, anyone), anyone.share)
             else:
                 origins[space] = (layout.fingerprint, layout.identity.share)
-        return cls(namespace, origins, layout.identity.model, layout.identity.generation)
+        identity = layout.identity
+        return cls(namespace, origins, identity.model, identity.generation, sealed)
 
     @cached_property
     def stem(self) -> str:
@@ -78,7 +88,8 @@ class KeyScheme:
     def object_keys(self, page_keys: Sequence[str], space: str) -> list[str]:
         """Return the object keys of pages in one index space, in order."""
         fingerprint, share = self.origins[space]
-        prefix, suffix = f"{self.stem}{fingerprint}/{share}/", f"/{space}"
+        prefix = f"{self.stem}{fingerprint}/{share}/"
+        suffix = f"/{space}" if self.sealed else f"/{space}.unsealed"
         return [f"{prefix}{page_key}{suffix}" for page_key in page_keys]
 
 

@@ -347,7 +347,8 @@ class Linker:
             self._can_be_cut = True
 
     def _scheme_of(self, layout: CacheLayout) -> KeyScheme:
-        return KeyScheme.of(layout, self.config.namespace, self.config.replicated)
+        config = self.config
+        return KeyScheme.of(layout, config.namespace, config.replicated, sealed=config.integrity)
 
     def _plan(
         self, kind: str, scheme: KeyScheme, keys: Sequence[str], page_ids: SpaceIds

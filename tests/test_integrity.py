@@ -13,6 +13,7 @@ from kvferry.errors import TransferFailed
 from kvferry.identity import ModelIdentity
 from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
+from kvferry.linker.layer_save import LayerSave
 from kvferry.linker.linker import Linker
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.staging import StagingBuffer
@@ -191,11 +192,29 @@ def test_without_integrity_there_is_no_trailer(make_bed: Callable[..., Bed]) -> 
     assert result.outcome is Outcome.FETCHED
     linker.load(["a", "b"], [5, 6]).result()
     check_telling(bed.layout, "full", [5, 6], [0, 1])
-    # A reader that wants trailers finds objects of another size, not unverified bytes.
-    sealed = bed.linker(namespace="plain")
-    with pytest.raises(TransferFailed) as caught:
-        sealed.load(["a"], [7]).result()
-    assert caught.value.causes[key].startswith("wrong size")
+
+
+@pytest.mark.mooncake
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_with_and_without_trailers_nothing_is_shared(
+    make_bed: Callable[..., Bed], layerwise: bool
+) -> None:
+    """Neither finds what the other stored: what one looks up it can load."""
+    bed = make_bed()
+    write_telling(bed.layout, "full", [0, 1], [0, 1])
+    linkers = [bed.linker(integrity=on, namespace=f"both-{layerwise}") for on in (True, False)]
+    for writer, reader in (linkers, linkers[::-1]):
+        name = f"of-{writer.config.integrity}"
+        save = writer.save([name], [0], layerwise=layerwise)
+        if isinstance(save, LayerSave):
+            save.all_written()
+        assert save.result().num_objects == 1
+        assert writer.lookup([name]) == [1]
+        assert reader.lookup([name]) == []
+        with pytest.raises(TransferFailed) as caught:
+            reader.load([name], [7]).result()
+        assert caught.value.cause == "missing"
+        assert reader.save([name], [0]).result().num_existing == 0
 
 
 @pytest.mark.mooncake

@@ -21,13 +21,14 @@ SPACES = ("full", "swa", "state")
 names = plain_text.filter(lambda text: "/" not in text)
 origins = st.tuples(st.text("0123456789abcdef", min_size=32, max_size=32), names)
 schemes = st.builds(
-    lambda namespace, origin, model, generation: KeyScheme(
-        namespace, dict.fromkeys(SPACES, origin), model, generation
+    lambda namespace, origin, model, generation, sealed: KeyScheme(
+        namespace, dict.fromkeys(SPACES, origin), model, generation, sealed
     ),
     names,
     origins,
     plain_text,
     plain_text,
+    st.booleans(),
 )
 parts = st.tuples(schemes, plain_text, st.sampled_from(SPACES))
 
@@ -99,6 +100,15 @@ def test_stages_that_are_cut_in_other_places_share_no_key() -> None:
     assert one[0].split("/")[3] != other[0].split("/")[3]
     assert one[0].split("/")[4] == "tp0of1-pp1of3.layers20to39-cp0of1-dcp0of1"
     assert other[0].split("/")[4] == "tp0of1-pp1of3.layers21to40-cp0of1-dcp0of1"
+
+
+def test_objects_without_trailers_have_keys_of_their_own() -> None:
+    layout = CacheLayout.from_description(description("odd-bytes"))
+    sealed, unsealed = (
+        KeyScheme.of(layout, "prod", sealed=each).object_keys(["k"], "full")[0]
+        for each in (True, False)
+    )
+    assert unsealed == sealed + ".unsealed"
 
 
 def test_replicated_spaces_name_no_rank() -> None:

@@ -100,6 +100,19 @@ def test_import_rule() -> None:
     assert violations(files) == []
 
 
+def test_nobody_but_a_user_turns_checksums_off() -> None:
+    """The library passes settings on; no file of it chooses `integrity`."""
+    for path, text in sources().items():
+        given = [
+            keyword
+            for call in ast.walk(ast.parse(text, path))
+            if isinstance(call, ast.Call)
+            for keyword in call.keywords
+            if keyword.arg == "integrity"
+        ]
+        assert not given, path
+
+
 @pytest.mark.parametrize(
     ("path", "text"),
     [
