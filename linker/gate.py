@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from kvferry.errors import StoreClosed, StoreError, StoreUnavailable
+from kvferry.linker.home import Home
 
 _log = logging.getLogger(__name__)
 
@@ -15,11 +16,16 @@ class Gate:
     """Counts the calls in flight, refuses new ones once closed, lets `close` wait for the rest.
 
     A context manager: each call runs inside `with gate:`. A thread may enter it more than once.
+    In a forked child nobody gets in.
+
+    Attributes:
+        home: the process; checked by each call that takes another lock before this one.
     """
 
     def __init__(self, refusal: Callable[[], StoreError] | None = None) -> None:
         """Make an open gate; `refusal` makes the error of a refused call (else `StoreClosed`)."""
         self._refusal = refusal or (lambda: StoreClosed("the store is closed"))
+        self.home = Home("the store")
         # A plain lock: each store call takes two, and a condition's own costs as much again.
         self._lock = threading.Lock()
         self._emptied = threading.Condition(self._lock)
@@ -27,6 +33,7 @@ class Gate:
         self._closed = False
 
     def __enter__(self) -> "Gate":
+        self.home.check()  # before the lock, which another thread may have held at the fork
         with self._lock:
             if self._closed:
                 raise self._refusal()
@@ -56,6 +63,7 @@ class Gate:
             How many calls are still in flight after `timeout_s`; 0 means that none is and none
             will be. May be called again, to wait longer.
         """
+        self.home.check()
         with self._emptied:
             self._closed = True
             self._emptied.wait_for(lambda: self._num_inside == 0, timeout=timeout_s)

@@ -205,6 +205,7 @@ class MooncakeGetSession:
 
     def close(self) -> None:
         """Let the objects go, once reads in flight are through (at most 90 s)."""
+        self._reads.home.check()
         with self._ending:
             num_reads = self._reads.close(_DRAIN_TIMEOUT_S)
             if num_reads:
@@ -221,7 +222,8 @@ class MooncakeGetSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if self._reads.home.is_here:
+            self.close()
 
     def _read_part(
         self,

@@ -9,6 +9,7 @@ import torch
 from kvferry.errors import ArgumentError, TransferFailed
 from kvferry.kernels.counters import Step
 from kvferry.linker.counter_sets import CounterSet
+from kvferry.linker.home import Home
 from kvferry.linker.layer_plan import Rows
 from kvferry.linker.plan import SpaceIds
 from kvferry.linker.ranges import Range, ranged
@@ -72,6 +73,7 @@ class LayerLoad:
         self.step: Step | None = None
         self.complete = False  # whether all counters were raised
         self.number = number
+        self._home = Home("the load")
         self._set: CounterSet | None = None
         self._device = device
         self._begin = begin
@@ -100,6 +102,7 @@ class LayerLoad:
             ArgumentError: it was started before.
             TransferFailed: the linker is closing, or too many loads are in flight.
         """
+        self._home.check()
         if self._set is not None:
             raise ArgumentError("start was called before, wanted it once")
         if stream is None:
@@ -222,6 +225,7 @@ class LayerLoad:
         return "ended" if all(transfer.is_over for transfer in self.transfers) else "in flight"
 
     def _started(self) -> tuple[CounterSet, Step]:
+        self._home.check()
         if self._set is None or self.step is None:
             raise ArgumentError("the load was not started, wanted `start` before")
         return self._set, self.step

@@ -48,6 +48,7 @@ class LayerSave(Transfer):
         Raises:
             ArgumentError: no such layer.
         """
+        self._home.check()
         if not 0 <= layer < self.num_layers:
             raise ArgumentError(f"layer is {layer}, wanted 0 .. {self.num_layers - 1}")
         if len(self._written) == len(self.groups):

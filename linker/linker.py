@@ -16,6 +16,7 @@ from kvferry.kernels.pack import TAILS
 from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
 from kvferry.linker.crew import Crew
+from kvferry.linker.home import Home
 from kvferry.linker.keys import KeyScheme, check_page_keys
 from kvferry.linker.layer_load import LayerLoad, LoadRequest
 from kvferry.linker.layer_plan import Tail, groups_for, merge
@@ -90,6 +91,7 @@ class Linker:
                 )
         if self.config.groups is not None:
             check_groups(self.config.groups, layout.num_layers)
+        self._home = Home("the linker")
         self.keys = self._scheme_of(layout)
         self.stats = Stats()
         self._store = store
@@ -136,6 +138,7 @@ class Linker:
             ArgumentError: an argument is wrong; nothing was enqueued.
             TransferFailed: the linker is closing, or too many transfers wait.
         """
+        self._home.check()
         plans, plan_us = self._plan("save", self.keys, keys, page_ids)
         assert self.layout.device is not None
         caller = fence_of_caller(self.layout.device)
@@ -210,6 +213,7 @@ class Linker:
                 enqueued.
             TransferFailed: the linker is closing, or too many transfers wait.
         """
+        self._home.check()
         request = LoadRequest(keys, page_ids, tail_tokens, tail)
         if layerwise:
             return self.load_batch([request])
@@ -236,6 +240,7 @@ class Linker:
         Raises:
             ArgumentError: an argument is wrong; nothing has happened.
         """
+        self._home.check()
         if not requests:
             raise ArgumentError("requests are empty, wanted at least one")
         scheme = self.keys  # of all of them: they may ask for the same objects
@@ -257,6 +262,7 @@ class Linker:
 
     def skip_load(self, number: int) -> None:
         """Tell the ranks that reads are shared with that a load does not take place here."""
+        self._home.check()
         if self.sharing is not None:
             self.sharing.skip(number)
 
@@ -272,6 +278,7 @@ class Linker:
         Raises:
             ArgumentError: a key is not usable, or occurs twice.
         """
+        self._home.check()
         page_keys = check_page_keys(keys)
         if not page_keys or not self._store.available:  # whatever is remembered
             return []
@@ -293,6 +300,7 @@ class Linker:
         Args:
             keys: page keys, whose objects may be there or not.
         """
+        self._home.check()
         scheme = self.keys
         for space in self.layout.spaces:
             self._existence.mark_failed(scheme.object_keys(keys, space))
@@ -307,6 +315,7 @@ class Linker:
         Args:
             generation: see `ModelIdentity.generation`.
         """
+        self._home.check()
         identity = replace(self.layout.identity, generation=generation)
         # One assignment: every call takes the scheme once.
         self.keys = self._scheme_of(self.layout.of_rank(identity))
@@ -321,6 +330,7 @@ class Linker:
             TransferFailed: a thread is still inside a store call; staging stays registered, since
                 the call may still use it.
         """
+        self._home.check()
         atexit.unregister(self.close)
         self._crew.close(timeout_s)
         self._staging.unregister()
@@ -336,7 +346,8 @@ class Linker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if self._home.is_here:
+            self.close()
 
     def _check_cut(self) -> None:
         """Refuse, once and for all, layouts whose pages cannot be cut by tokens."""

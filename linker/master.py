@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvferry.errors import ArgumentError, StoreError
+from kvferry.linker.home import Home
 from kvferry.linker.process import Child
 
 _HOST = "127.0.0.1"
@@ -76,6 +77,7 @@ class LocalMaster:
         self._extra_flags = list(extra_flags)
         self._start_timeout_s = start_timeout_s
         self._ports: tuple[int, int] | None = None  # RPC, metrics; fixed by the first good start
+        self._home = Home("the master")
         self._child: Child | None = None
         name = f"kvferry-master-{secrets.token_hex(6)}.log"
         self.log_path = Path(tempfile.gettempdir()) / name
@@ -93,6 +95,7 @@ class LocalMaster:
     @property
     def running(self) -> bool:
         """Whether the master's process is alive."""
+        self._home.check()
         return self._child is not None and self._child.poll() is None
 
     @property
@@ -127,11 +130,13 @@ class LocalMaster:
 
     def kill(self) -> None:
         """Kill the master as a crash would; all its keys are lost. `start()` may follow."""
+        self._home.check()
         if self._child is not None:
             self._child.kill()
 
     def stop(self) -> None:
         """End the master and remove its log. Repeating it does nothing."""
+        self._home.check()
         if self._child is not None:
             self._child.stop()
             self._child = None
@@ -147,7 +152,8 @@ class LocalMaster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop()
+        if self._home.is_here:
+            self.stop()
 
     def _started_ports(self) -> tuple[int, int]:
         if self._ports is None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvferry.errors import ArgumentError, StoreError
+from kvferry.linker.home import Home
 
 PAGE_ALIGN_BYTES = 4096
 
@@ -60,7 +61,7 @@ class _DriverAllocation:
                 f"cuMemAlloc of {num_bytes} bytes failed with CUDA error {code}", code=code
             )
         # At exit the driver frees it with the context; before that, with the last tensor.
-        weakref.finalize(self, _free, driver, address, device).atexit = False
+        weakref.finalize(self, _free, Home("memory"), driver, address, device).atexit = False
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -76,9 +77,10 @@ def _primary_context(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _free(driver: ctypes.CDLL, address: ctypes.c_uint64, device: torch.device) -> None:
-    with _primary_context(device):
-        driver.cuMemFree_v2(address)
+def _free(home: Home, driver: ctypes.CDLL, address: ctypes.c_uint64, device: torch.device) -> None:
+    if home.is_here:  # no driver works in a forked child
+        with _primary_context(device):
+            driver.cuMemFree_v2(address)
 
 
 def _driver_memory(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import ArgumentError, StoreClosed, StoreError, StoreUnavailable
-from kvferry.linker import codes
+from kvferry.linker import clients, codes
 from kvferry.linker.arguments import check_keys, check_sizes, split
 from kvferry.linker.calls import Calls
 from kvferry.linker.get_sessions import GetBook, MooncakeGetSession
@@ -74,11 +74,13 @@ class MooncakeStore:
     @property
     def num_open_puts(self) -> int:
         """Objects that put sessions have open, those included that wait to be revoked."""
+        self._calls.gate.home.check()
         return self._puts.num_open
 
     @property
     def num_open_gets(self) -> int:
         """Objects that get sessions hold."""
+        self._calls.gate.home.check()
         return self._gets.num_open
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -100,6 +102,7 @@ class MooncakeStore:
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Ask for each key; a found object is leased from then on."""
+        self._calls.gate.home.check()
         check_keys(keys)
         step = self._config.max_call_objects
         found: list[bool] = []
@@ -144,6 +147,7 @@ class MooncakeStore:
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[ObjectResult]:
         """Delete objects; `force` deletes leased ones too, under the feet of their readers."""
+        self._calls.gate.home.check()
         check_keys(keys)
         step = self._config.max_call_objects
         results: list[ObjectResult] = []
@@ -163,11 +167,13 @@ class MooncakeStore:
 
     def put_session(self, keys: Sequence[str], sizes: Sequence[int]) -> MooncakePutSession:
         """Open objects for writing in ranges; a key open in another session here is PENDING."""
+        self._calls.gate.home.check()
         self._calls.check_sessions()
         return MooncakePutSession(self._puts, keys, sizes)
 
     def get_session(self, keys: Sequence[str]) -> MooncakeGetSession:
         """Open objects for reading in ranges."""
+        self._calls.gate.home.check()
         self._calls.check_sessions()
         return MooncakeGetSession(self._gets, keys)
 
@@ -178,6 +184,7 @@ class MooncakeStore:
             StoreError: calls are still in flight after `timeout_s`. The connection then stays up,
                 because cutting it would crash them; call `close` again.
         """
+        self._calls.gate.home.check()
         deadline_s = time.monotonic() + timeout_s
         if not self._closing.acquire(timeout=timeout_s):
             raise StoreError(f"another thread is still closing the store after {timeout_s} s")
@@ -197,9 +204,11 @@ class MooncakeStore:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if self._calls.gate.home.is_here:
+            self.close()
 
     def _check(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> None:
+        self._calls.gate.home.check()
         if self._calls.gate.closed:
             raise StoreClosed("the store is closed")
         check_keys(keys, addresses=addresses, sizes=sizes)
@@ -241,6 +250,7 @@ def _connect(config: MooncakeConfig) -> Any:
     os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "10")
     os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "3")  # of 20; the GIL is held
     client_class = _client_class()
+    clients.check_process()
     if not _listens(config):
         raise StoreUnavailable(
             f"nobody listens at master_address {config.master_address!r}",
@@ -248,6 +258,7 @@ def _connect(config: MooncakeConfig) -> Any:
             code_name=codes.code_name(codes.RPC_FAIL),
         )
     client = client_class()
+    clients.add(client)
     code = client.setup(
         config.local_hostname,
         config.metadata,

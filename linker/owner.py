@@ -24,6 +24,7 @@ from types import TracebackType
 
 import kvferry.errors
 from kvferry.errors import ArgumentError, StoreError
+from kvferry.linker.home import Home
 from kvferry.linker.master import log_tail
 from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
 from kvferry.linker.process import Child
@@ -76,6 +77,7 @@ class LocalOwner:
             *([] if warm else ["--cold"]),
         ]
         self._start_timeout_s = start_timeout_s
+        self._home = Home("the owner")
         self._child: Child | None = None
         self.warm_bytes = 0
         name = f"kvferry-owner-{secrets.token_hex(6)}.log"
@@ -84,6 +86,7 @@ class LocalOwner:
     @property
     def running(self) -> bool:
         """Whether the owner's process is alive."""
+        self._home.check()
         return self._child is not None and self._child.poll() is None
 
     @property
@@ -119,11 +122,13 @@ class LocalOwner:
 
     def kill(self) -> None:
         """Kill the owner as a crash would; its objects are lost. `start()` may follow."""
+        self._home.check()
         if self._child is not None:
             self._child.kill()
 
     def stop(self) -> None:
         """Take the memory out of the store, end the process, remove its log."""
+        self._home.check()
         if self._child is not None:
             self._child.stop()
             self._child = None
@@ -139,7 +144,8 @@ class LocalOwner:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop()
+        if self._home.is_here:
+            self.stop()
 
 
 def private_mappings() -> set[tuple[int, int]]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kvferry.errors import ArgumentError, KVFerryError, TransferFailed
+from kvferry.linker.home import Home
 from kvferry.linker.memory import flush_gpudirect
 from kvferry.linker.streams import Fence, Lane
 from kvferry.linker.wire import Wire
@@ -83,6 +84,7 @@ class Peers:
         if timeout_s <= 0:
             raise ArgumentError(f"timeout_s is {timeout_s}, wanted a positive number")
         self.timeout_s = timeout_s
+        self._home = Home("the group of ranks that share reads")
         self._lane = Lane(memory)
         self._device = memory
         # NCCL's own limit ends the process; ours comes first, and ends the sharing.
@@ -173,6 +175,7 @@ class Peers:
             PeersLost: a rank broke off. What the tensors hold is undefined, and on a GPU they may
                 still be written.
         """
+        self._home.check()
         if self._device.type == "cuda":
             flush_gpudirect(self._device)  # what a NIC has written is for a kernel to read now
         try:

@@ -107,6 +107,7 @@ class MooncakePutSession:
 
         Waits for writes in flight, at most 90 s.
         """
+        self._writes.home.check()
         with self._ending:
             if self._finals is None:
                 self._wait_for_writes()
@@ -116,6 +117,7 @@ class MooncakePutSession:
 
     def abort(self) -> None:
         """Revoke every object that is still open; in an outage that is done later."""
+        self._writes.home.check()
         with self._ending:
             if self._finals is None:
                 self._wait_for_writes()
@@ -131,7 +133,8 @@ class MooncakePutSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.abort()
+        if self._writes.home.is_here:
+            self.abort()
 
     def _unfit(self) -> ObjectResult | None:
         """Why no byte may be written or published any more; None while it may."""

@@ -35,6 +35,7 @@ from types import TracebackType
 import torch
 
 from kvferry.errors import ArgumentError
+from kvferry.linker.home import Home
 from kvferry.linker.peers import Peers, PeersLost
 from kvferry.linker.shared_call import Counts, LoadState, Reader, SharedCall
 from kvferry.linker.shared_parts import ENDED
@@ -64,6 +65,7 @@ class SharedReads:
             spaces: index spaces whose objects are equal on all of the ranks.
         """
         self.counts = Counts()
+        self._home = Home("what shares reads")
         self._peers = peers
         self.is_lost = False
         self._staging = staging
@@ -80,6 +82,7 @@ class SharedReads:
             store: what is read.
             wanted: whether the load goes on; asked from several threads.
         """
+        self._home.check()
         return SharedLoad(self, number, store, wanted)
 
     def skip(self, number: int) -> None:
@@ -88,6 +91,7 @@ class SharedReads:
 
     def close(self) -> None:
         """Share no more reads. No load may be in flight."""
+        self._home.check()
         self.is_lost = True
         self._peers.close()
 
@@ -107,6 +111,7 @@ class SharedReads:
             ArgumentError: an address outside staging; nothing was read.
             StoreError: as `read`.
         """
+        self._home.check()
         for address, num_bytes in zip(*columns[:2], strict=True):
             self._check_address(address, num_bytes)
         with self._calling:
@@ -122,6 +127,7 @@ class SharedReads:
 
     def end(self, number: int, num_calls: int) -> None:
         """Say that no call follows in a load, and tidy up behind older ones."""
+        self._home.check()
         self._peers.tell(number, num_calls, ENDED)  # also by one that is lost: nobody waits for it
         self._told.append((number, num_calls + 1))
         if len(self._told) > KEPT_LOADS:

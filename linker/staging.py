@@ -13,6 +13,7 @@ from types import TracebackType
 import torch
 
 from kvferry.errors import ArgumentError, StagingTimeout, StoreClosed
+from kvferry.linker.home import Home
 from kvferry.linker.memory import allocate
 from kvferry.linker.spans import SpanAllocator
 from kvferry.linker.store import Store
@@ -71,7 +72,8 @@ class Span:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.release()
+        if self.staging.home.is_here:
+            self.release()
 
 
 class StagingBuffer:
@@ -85,6 +87,7 @@ class StagingBuffer:
         address: address of its first byte, a multiple of 4096.
         num_bytes: its size.
         memory: `device`, `pinned` or `cpu`: where it is.
+        home: the process; in a forked child nothing of it can be held or registered.
     """
 
     def __init__(self, num_bytes: int, *, device: torch.device, memory: str = "auto") -> None:
@@ -108,6 +111,7 @@ class StagingBuffer:
         self.memory = ("device" if device.type == "cuda" else "cpu") if memory == "auto" else memory
         self.tensor = allocate(self.num_bytes, device, self.memory)
         self.address = self.tensor.data_ptr()
+        self.home = Home("staging")
         self._spans = SpanAllocator(self.num_bytes, SPAN_ALIGN_BYTES)
         self._held: dict[int, Span] = {}
         self._draining: list[tuple[float, int, int]] = []  # heap of (until, offset, num_bytes)
@@ -118,6 +122,7 @@ class StagingBuffer:
     @property
     def num_free_bytes(self) -> int:
         """Bytes that could be held now, not all of them in one piece."""
+        self.home.check()
         with self._changed:
             self._end_drains()
             return self._spans.num_free_bytes
@@ -125,6 +130,7 @@ class StagingBuffer:
     @property
     def largest_free_bytes(self) -> int:
         """Length of the largest span that could be held now."""
+        self.home.check()
         with self._changed:
             self._end_drains()
             return self._spans.largest_free_bytes
@@ -132,6 +138,7 @@ class StagingBuffer:
     @property
     def num_held_bytes(self) -> int:
         """Bytes asked for by the spans that are held; without those that only drain."""
+        self.home.check()
         with self._changed:
             return sum(span.num_bytes for span in self._held.values())
 
@@ -142,6 +149,7 @@ class StagingBuffer:
             ArgumentError: it is registered already.
             StoreError: the store refused.
         """
+        self.home.check()
         if self._store is not None:
             raise ArgumentError("staging is registered already, wanted a buffer that is not")
         store.register(self.address, self.num_bytes)
@@ -155,6 +163,7 @@ class StagingBuffer:
         Raises:
             ArgumentError: spans are still held.
         """
+        self.home.check()
         with self._changed:
             if self._held:
                 raise ArgumentError(f"{len(self._held)} spans are still held, wanted none")
@@ -177,6 +186,7 @@ class StagingBuffer:
             ArgumentError: a size that the buffer can never give.
             StagingTimeout: none came free in time.
         """
+        self.home.check()
         if not 1 <= num_bytes <= self.num_bytes:
             raise ArgumentError(f"num_bytes is {num_bytes}, wanted 1 .. {self.num_bytes}")
         deadline = time.monotonic() + timeout_s
@@ -206,6 +216,7 @@ class StagingBuffer:
 
     def release(self, span: Span, *, after_s: float = 0.0) -> None:
         """See `Span.release`."""
+        self.home.check()
         with self._changed:
             if self._held.get(span.offset) is not span:
                 raise ArgumentError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvferry.causes import CAUSES, cause_of
 from kvferry.errors import TransferFailed
+from kvferry.linker.home import Home
 from kvferry.linker.transfer import Timings, Transfer, TransferResult
 
 KINDS = ("save", "load")
@@ -30,6 +31,7 @@ class Stats:
     """
 
     def __init__(self) -> None:
+        self._home = Home("the linker")
         self._lock = threading.Lock()
         self._transfers = {kind: dict.fromkeys(_OUTCOMES, 0) for kind in KINDS}
         self._objects = dict.fromkeys(KINDS, 0)
@@ -73,6 +75,7 @@ class Stats:
         `seconds` by stage of `Timings`, and `durations`: for each of `BUCKETS_S`, and what is
         longer, how many took up to that long.
         """
+        self._home.check()
         with self._lock:
             return {
                 "transfers": {kind: dict(self._transfers[kind]) for kind in KINDS},

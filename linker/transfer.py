@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
 from kvferry.errors import TransferFailed
+from kvferry.linker.home import Home
 from kvferry.linker.plan import SpacePlan
 from kvferry.linker.streams import Fence
 
@@ -134,6 +135,7 @@ class Transfer:
         self.on_end: list[Callable[[Transfer, TransferResult | TransferFailed], None]] = []
         self.restart_clock()
         self.progress = Progress()
+        self._home = Home("the transfer")
         self._changed = threading.Condition()
         self._touching = threading.Lock()
         self._is_given_up = False  # who gives up waits for `_touching`, its worker must not go on
@@ -154,6 +156,7 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether there is a result or a failure. Never waits, unless the deadline just passed."""
+        self._home.check()
         if not self.is_over and self.left_s == 0:
             self.give_up(f"{self.kind} not done within {self.timeout_s:g} s", "deadline")
         return self.is_over
@@ -203,6 +206,7 @@ class Transfer:
         return self.give_up(f"{self.kind} was cancelled", "cancelled")
 
     def _wait(self, is_true: Callable[[], bool], timeout_s: float | None) -> bool:
+        self._home.check()
         wait_s = self.left_s if timeout_s is None else min(timeout_s, self.left_s)
         with self._changed:
             self._changed.wait_for(is_true, wait_s)
@@ -283,6 +287,7 @@ class Transfer:
 
         Whatever the worker has launched on the pages ends first; it launches nothing after.
         """
+        self._home.check()
         self._is_given_up = True
         touched = f"{reason}, and its pages are still being touched"
         if not self._touching.acquire(timeout=TOUCH_LIMIT_S):

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvferry.errors import TransferFailed
+from kvferry.linker.home import Home
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Wire:
 
     def __init__(self, name: str, num_threads: int, begin: Callable[[], None]) -> None:
         """Make the threads with the first call; `begin` is called first in each."""
+        self._home = Home(f"the threads {name}")
         self._name = name
         self._begin = begin
         # No condition: an exit thrown into its code, which is Python, would leave it locked.
@@ -51,6 +53,7 @@ class Wire:
         Raises:
             TransferFailed: the wire is closed.
         """
+        self._home.check()
         call = _Call(work)
         with self._lock:
             if self._closed:
@@ -64,6 +67,7 @@ class Wire:
 
     def close(self) -> None:
         """Take no more calls; the threads end after those that they have. Does not wait."""
+        self._home.check()
         with self._lock:
             self._closed = True
         for _ in self._threads:

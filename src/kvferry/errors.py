@@ -25,6 +25,10 @@ class StagingTimeout(KVFerryError, TimeoutError):
     """No span of the staging buffer came free within the deadline."""
 
 
+class ForkedProcess(KVFerryError):
+    """What was called was made in a process that this one was forked from; it works only there."""
+
+
 class StoreError(KVFerryError, RuntimeError):
     """The store refused or failed a whole call.
 
