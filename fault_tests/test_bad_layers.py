@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from bed import GROUPS, Bed, reasons, words
-from cluster import within
+from cluster import LEASE_TTL_S, wait_until, within
 from forms import SLACK_S, Form
 from hooked import Do
 
@@ -105,6 +105,36 @@ def test_a_bad_object_fails_its_request_alone(bed: Bed, form: Form, name: str) -
     bed.poison(targets)
     bed.store.store.remove([bad], force=True)
     bed.save(form, keys, pages).result()
+    bed.load(form, keys, targets).result()
+    bed.check_loaded(targets)
+    bed.check_after(form)
+
+
+def test_a_bad_object_that_is_read_stays_until_its_lease_ends(bed: Bed, form: Form) -> None:
+    """Its memory must not go to another object while a reader holds it."""
+    keys, pages = bed.saved(4)
+    (bad,) = bed.linker.keys.object_keys(keys[3:], "full")
+    replace(bed, bad, flip_in_layer(2))
+    targets = bed.targets(pages)
+    assert words(bed.load(form, keys, targets).end()[-1]) == ["corrupted"]
+    bed.poison(targets)
+    staging = StagingBuffer(1 << 16, device=torch.device("cpu"))
+    staging.register(bed.store.store)
+    size = bed.layout.object_bytes["full"]
+    with bed.store.store.get_session([bad]) as reader:
+        before, after = staging.tensor[:size], staging.tensor[1 << 15 :][:size]
+        assert reader.read([bad], [before.data_ptr()], [size], [0])[0].outcome is Outcome.FETCHED
+        with within(SLACK_S):
+            saved = bed.save(form, keys, pages).result()
+        assert words(saved) == ["corrupted"]
+        assert list(saved.failures) == [bad]
+        assert reader.read([bad], [after.data_ptr()], [size], [0])[0].outcome is Outcome.FETCHED
+        assert torch.equal(before, after)
+    staging.unregister()
+    # Nothing here leases it anew, so that it can be removed, and be written by who has the page.
+    wait_until(
+        lambda: bed.save(form, keys, pages).result().failures == {}, limit_s=2 * LEASE_TTL_S + 1
+    )
     bed.load(form, keys, targets).result()
     bed.check_loaded(targets)
     bed.check_after(form)

@@ -176,10 +176,11 @@ class DirectSaver:
             transfer.check_going()
         for plan in transfer.plans:
             begin_s = time.perf_counter()
-            exists = self._store.exists(plan.keys)
+            found = self._existence.before_save(self._store, plan.keys)
             transfer.timings.lookup_us += (time.perf_counter() - begin_s) * 1e6
-            transfer.progress.num_existing += sum(exists)
-            missing = plan.select([not there for there in exists])
+            transfer.progress.num_existing += sum(found.exists)
+            transfer.progress.failures.update(found.spoilt)
+            missing = plan.select(found.missing)
             for part in missing.parts(self._part_bytes):
                 transfer.check_going()
                 self._put(transfer, part)

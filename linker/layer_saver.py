@@ -126,12 +126,13 @@ class _Run:
         """Return the plans of what the store does not have yet."""
         save, begin_s = self._save, time.perf_counter()
         keys = [key for plan in save.plans for key in plan.keys]
-        there = iter(self._saver._existence.there(self._saver._store, keys))
-        plans = [plan.select([not next(there) for _ in plan.keys]) for plan in save.plans]
+        found = self._saver._existence.before_save(self._saver._store, keys)
+        missing = iter(found.missing)
+        plans = [plan.select([next(missing) for _ in plan.keys]) for plan in save.plans]
         save.timings.lookup_us += _us_since(begin_s)
-        missing = [plan for plan in plans if plan.keys]
-        save.progress.num_existing += len(keys) - sum(len(plan.keys) for plan in missing)
-        return missing
+        save.progress.num_existing += sum(found.exists)
+        self._failures.update(found.spoilt)
+        return [plan for plan in plans if plan.keys]
 
     def _open(self, plans: list[SpacePlan]) -> list[SpacePlan]:
         """Begin the put session; return the plans of the objects that may be written."""

@@ -96,10 +96,11 @@ class Mover:
     def _save(self, transfer: Transfer, staged: deque[_Staged]) -> None:
         for plan in transfer.plans:
             begin = time.perf_counter()
-            exists = self._existence.there(self._store, plan.keys)
+            found = self._existence.before_save(self._store, plan.keys)
             transfer.timings.lookup_us += _us_since(begin)
-            transfer.progress.num_existing += sum(exists)
-            missing = plan.select([not there for there in exists])
+            transfer.progress.num_existing += sum(found.exists)
+            transfer.progress.failures.update(found.spoilt)
+            missing = plan.select(found.missing)
             for part, ids in self._parts(missing, unique=False):
                 span = self._span(transfer, part, lambda: self._put(transfer, staged), staged)
                 staged.append(_Staged(part, ids, span, Fence()))
