@@ -79,7 +79,7 @@ class KeyScheme:
     @cached_property
     def stem(self) -> str:
         """What the keys of all objects of this model's generation begin with, on every rank."""
-        return stem_of(self.namespace, self.model, self.generation)
+        return stem_of_parts(self.namespace, key_part(self.model), key_part(self.generation))
 
     def fingerprint(self, space: str) -> str:
         """Return the fingerprint of one index space's objects, 32 hex digits."""
@@ -108,9 +108,9 @@ def check_namespace(namespace: str) -> None:
         )
 
 
-def stem_of(namespace: str, model: str, generation: str) -> str:
+def stem_of_parts(namespace: str, model_part: str, generation_part: str) -> str:
     """Return `namespace/model/generation/`, which no other generation's keys begin with."""
-    return f"{namespace}/{key_part(model)}/{key_part(generation)}/"
+    return f"{namespace}/{model_part}/{generation_part}/"
 
 
 def key_part(name: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("kernels", "linker", "tuning")
-APPLICATIONS = ("__init__", "__main__", "demo", "demo_worker", "doctor")
+APPLICATIONS = ("__init__", "__main__", "demo", "demo_worker", "doctor", "forget")
 
 MAY_IMPORT = {
     "core": {"core"},
