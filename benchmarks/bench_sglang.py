@@ -40,9 +40,10 @@ def main() -> int:
     load_sglang()
     from sglang.srt.runtime_context import get_context, get_parallel
     from sglang_tables import PLANS, TINY, measure
+    from standins import TINY_MODEL
 
     with ExitStack() as stack:
-        stack.enter_context(get_context().override_server_args())
+        stack.enter_context(get_context().override_server_args(model_path=TINY_MODEL))
         stack.enter_context(get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0, tp_size=1))
         return measure(TINY if "--tiny" in sys.argv[1:] else PLANS)
 

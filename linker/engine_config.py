@@ -40,8 +40,10 @@ WITHOUT_MEANING = {
 """Names that do not count, wherever they stand, and why not."""
 
 LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "max_seq_length",
-           "model_max_length", "seq_length", "seq_len", "n_positions", "n_ctx")  # fmt: skip
-"""Names of the longest context. They count where the position encoding may scale by them."""
+           "model_max_length", "seq_length", "seq_len", "n_positions", "n_ctx",
+           "context_len")  # fmt: skip
+"""Names of the longest context; SGLang writes its own, `context_len`, into the model's. They count
+where the position encoding may scale by them."""
 
 NOT_BY_LENGTH = frozenset({"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope"})
 """Kinds of rope whose angles do not depend on the longest context: not so `dynamic`, `longrope`."""

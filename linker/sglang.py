@@ -1,12 +1,14 @@
 """SGLang's external linker: the contract of 0.5.23, for every pool that kvferry can describe.
 
 SGLang loads this by `--unified-cache-external-linker-backend dynamic` and the configuration
-`{"linker": "KVFerryLinker", "linker_module_path": "kvferry.linker.sglang"}`. It is the only file
-that imports SGLang. Nothing it does raises into the scheduler's thread once it is made: what cannot
-be done is a miss, a load that failed, or an offload that was not stored, and a line in the log.
+`{"linker": "KVFerryLinker", "linker_module_path": "kvferry.linker.sglang"}`. Besides, only
+`sglang_identity` imports SGLang. Nothing it does raises into the scheduler's thread once it is
+made: what cannot be done is a miss, a load that failed, or an offload that was not stored, and a
+line in the log.
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,13 +20,16 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.runtime_context import get_parallel
 
 from kvferry.errors import ArgumentError, KVFerryError
+from kvferry.linker.engine_config import tell
 from kvferry.linker.linker import Linker
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.pool_tensors import qualified_name
+from kvferry.linker.sglang_generations import Generations
+from kvferry.linker.sglang_identity import read_identity, version_and_path, weights_told
 from kvferry.linker.sglang_loads import LayerDoneCounter, Loads
 from kvferry.linker.sglang_offloads import Offloads
 from kvferry.linker.sglang_pools import TRANSFERS, read_cache_params
-from kvferry.linker.sglang_ranks import Ranks, check_pipeline, ranks_of
+from kvferry.linker.sglang_ranks import agree_on, check_pipeline, ranks_of
 from kvferry.linker.sglang_settings import read_settings
 from kvferry.linker.sglang_sharing import shared_reads_of
 from kvferry.linker.sglang_transfers import Pages, pages_of
@@ -86,7 +91,14 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
         ranks = ranks_of(params, (dcp_rank, dcp_size))
         settings = read_settings(extra_config, tp_rank=ranks.tp[0], num_ranks=ranks.num_ranks)
         check_pipeline(ranks, settings.adapter.allow_pipeline)
-        identity = _identity(server_args, params, ranks, settings.adapter)
+        self._generations = Generations(
+            weights_told(),
+            named=settings.adapter.generation,
+            seed=agree_on(secrets.token_hex(8), params),
+        )
+        identity, kv_config = read_identity(
+            server_args, params, ranks, settings.adapter, self._generations.current
+        )
         self._pools = read_cache_params(params, identity=identity, dcp_size=ranks.dcp[1])
         layout = self._pools.layout
         _check_components(components, layout.spaces)
@@ -125,13 +137,14 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
             type(kvcache).__name__, layout.num_layers, dict(layout.object_bytes),
             staging.num_bytes, staging.memory, layout.identity.share,
         )  # fmt: skip
+        tell(log, layout.identity, self.linker.keys.stem, kv_config)
 
     # ---- prefixes in the store ----
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """Return every prefix length, in pages of the uncached tail, that could be loaded now."""
         full = next((each for each in transfers if each.name == PoolName.KV), None)
-        if full is None or not full.keys:
+        if full is None or not full.keys or not self._generations.are_current(*version_and_path()):
             return []
         try:
             return self.linker.lookup(full.keys)
@@ -180,6 +193,8 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
         pages = self._pages("offload", transfers)
         if pages is None or not pages.keys:
             return False
+        if not self._generations.are_current(*version_and_path()):  # alike on all ranks
+            return False
         self._offloads.put(pages, self._fences())
         return True
 
@@ -196,10 +211,16 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # ---- the end ----
 
     def reset(self) -> None:
-        """End all transfers and forget them; what is stored stays."""
+        """End all transfers and forget them; what is stored stays.
+
+        SGLang flushes behind each update of weights that does not ask it not to, and has left word
+        of it by then: what is computed from now on is of the generation that it tells of.
+        """
         self.layer_done_counter.reset()
         self._loads.reset("the cache was flushed")
         self._offloads.reset("the cache was flushed")
+        if self._generations.look(weights_told()):
+            self.linker.renew(self._generations.current)
 
     def close(self) -> None:
         """End all transfers and threads, and leave Mooncake. Idempotent."""
@@ -246,38 +267,6 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )  # fmt: skip
         if self.linker.sharing is not None:
             log.info("kvferry: shared reads %s", vars(self.linker.sharing.counts))
-
-
-def _identity(server_args: Any, params: Any, ranks: Ranks, adapter: Any) -> Any:
-    """Return who writes these bytes: model, revision, dtype and draft as SGLang was told."""
-
-    def told(name: str) -> str:
-        value = getattr(server_args, name, None)
-        return "" if value is None else str(value)
-
-    kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-    drafts = (
-        *getattr(params, "mtp_draft_device_pools", ()),
-        *getattr(params, "sidecar_draft_device_pools", ()),
-    )
-    revision = adapter.revision or "@".join(
-        part for part in (told("revision"), told("weight_version")) if part
-    )
-    draft = ":".join(
-        part
-        for part in (
-            told("speculative_algorithm"),
-            told("speculative_draft_model_path"),
-            told("speculative_draft_model_revision"),
-        )
-        if part
-    )
-    return ranks.identity(
-        model=adapter.model or told("model_path"),
-        revision=revision,
-        kv_dtype=f"{told('kv_cache_dtype')}:{getattr(kvcache, 'dtype', '')}",
-        draft=draft if drafts else "",
-    )
 
 
 def _asks_by_layer(kvcache: Any) -> bool:

@@ -38,11 +38,9 @@ class Ranks:
         """Ranks that share a host's memory: as SGLang's own client counts them."""
         return self.tp[1] * self.pp[1]
 
-    def identity(self, *, model: str, revision: str, kv_dtype: str, draft: str) -> ModelIdentity:
-        """Return who writes this rank's bytes."""
-        return ModelIdentity(
-            model, revision, kv_dtype, draft, tp=self.tp, pp=self.pp, cp=self.cp, dcp=self.dcp
-        )
+    def identity(self, **told: Any) -> ModelIdentity:
+        """Return who writes this rank's bytes, with what else `ModelIdentity` is told."""
+        return ModelIdentity(tp=self.tp, pp=self.pp, cp=self.cp, dcp=self.dcp, **told)
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -90,6 +88,28 @@ def ranks_of(params: Any, dcp: tuple[int, int] = (0, 1)) -> Ranks:
             f"dcp is {ranks.dcp} and tp {ranks.tp}, wanted ranks of one dcp group side by side"
         )
     return ranks
+
+
+def agree_on(text: str, params: Any) -> str:
+    """Return one rank's text on all of them; all call this at the same time.
+
+    Args:
+        text: each rank's own.
+        params: SGLang's `CacheInitParams`, whose groups of ranks talk over the host.
+    """
+    told = [text]
+    if not (dist.is_available() and dist.is_initialized()):
+        return text
+    # One kind of parallelism after the other: each hands on what the one before has agreed upon.
+    for names in (
+        ("attn_tp_cache_group", "tp_cache_group"),
+        ("attn_cp_cache_group",),
+        ("pp_cache_group",),
+    ):
+        group = next((each for name in names if (each := getattr(params, name, None))), None)
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.broadcast_object_list(told, dist.get_process_group_ranks(group)[0], group)
+    return told[0]
 
 
 def check_pipeline(ranks: Ranks, allowed: bool) -> None:

@@ -53,7 +53,8 @@ class AdapterConfig:
         staging_memory: `device`, `pinned`, `cpu` or `auto`; see `StagingBuffer`.
         model: the model's id in keys; SGLang's `model_path` if empty. Set it where engines find the
             same model under different paths.
-        revision: of the weights; SGLang's `revision` and `weight_version` if empty.
+        revision: of the weights; SGLang's `revision` if empty.
+        generation: of the weights that the engine starts with; `weight_version` if empty.
         extra_backend_tag: as SGLang's own linker has it: keeps apart who shares a store.
         stats_interval_s: least time between two lines about traffic in the log; 0 for none.
         share_reads: where tensor-parallel ranks have the same objects, each reads a part of them
@@ -66,6 +67,7 @@ class AdapterConfig:
     staging_memory: str = "auto"
     model: str = ""
     revision: str = ""
+    generation: str = ""
     extra_backend_tag: str = ""
     stats_interval_s: float = 60.0
     check_slots: bool = False

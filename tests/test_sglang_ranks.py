@@ -58,8 +58,9 @@ def test_ranks_of_the_attentions_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks_of(params(tp_cache_group="all")).tp == (5, 8)
     ranks = ranks_of(params(tp_cache_group="all", pp_rank=1, pp_size=2), (1, 2))
     assert (ranks.pp, ranks.dcp, ranks.num_ranks) == ((1, 2), (1, 2), 16)
-    identity = ranks.identity(model="m", revision="r", kv_dtype="d", draft="")
-    assert identity.share == "tp5of8-pp1of2-cp0of1-dcp1of2"
+    identity = ranks.identity(model="m", generation="g", layers=(20, 40))
+    assert identity.share == "tp5of8-pp1of2.layers20to39-cp0of1-dcp1of2"
+    assert (identity.model, identity.generation) == ("m", "g")
     with pytest.raises(ArgumentError, match="ranks of one dcp group side by side"):
         ranks_of(params(tp_cache_group="all"), (0, 2))
     with pytest.raises(ArgumentError, match="ranks of one dcp group side by side"):

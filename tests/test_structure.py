@@ -24,7 +24,7 @@ MAY_IMPORT = {
 # Packages that only some files may import: by the start of a file's path.
 RESERVED = {
     "mooncake": ("linker/mooncake.py",),
-    "sglang": ("linker/sglang.py",),
+    "sglang": ("linker/sglang.py", "linker/sglang_identity.py"),
     "vllm": ("linker/vllm.py", "linker/vllm_messages.py", "linker/vllm_setup.py"),
     "triton": ("kernels/", "tuning/"),
 }

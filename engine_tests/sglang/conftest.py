@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # there is no model, and nobody is to look f
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import standins  # noqa: E402
+from standins import TINY_MODEL  # noqa: E402
 
 standins.install()
 warnings.filterwarnings("ignore", module="sglang")
@@ -39,11 +40,19 @@ TEST_LIMIT_S = 300.0
 _names = itertools.count()
 
 
+@pytest.fixture
+def configured() -> Callable[..., Any]:
+    """SGLang's configuration with other server arguments, for as long as it is entered."""
+    return lambda **args: get_context().override_server_args(**{"model_path": TINY_MODEL, **args})
+
+
 @pytest.fixture(autouse=True)
-def _sglang_context(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The configuration that some pools ask for while they are made."""
+def _sglang_context(
+    monkeypatch: pytest.MonkeyPatch, configured: Callable[..., Any]
+) -> Iterator[None]:
+    """The configuration that the linker, and some pools, ask for while they are made."""
     monkeypatch.setattr(overrides, "mamba_cache_chunk_size", lambda _: 64)  # a model would say it
-    with get_context().override_server_args(), get_parallel().override(attn_dcp_size=1):
+    with configured(), get_parallel().override(attn_dcp_size=1):
         yield
 
 

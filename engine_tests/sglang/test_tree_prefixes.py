@@ -1,18 +1,26 @@
 """Which prefixes of a prompt are found in the store: by pools, by tails, and by who wrote them."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hooked import Pause
 from prompts import tokens
+from standins import TINY_MODEL
 from tree import Engine
 
 from kvferry.linker.sglang_ranks import Ranks
 
 CORES = pytest.mark.parametrize("core", ["python", "rust"])
 Make = Callable[..., Engine]
+NOTHING = '{"rms_norm_eps": 0.000001, "head_dim": 16}'
+YARN = (
+    '{"rope_scaling": '
+    '{"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}}'
+)
 
 
 def found(engine: Engine, prompt: Any, num_pages: float) -> tuple[int, int]:
@@ -127,8 +135,13 @@ def test_lookups_are_remembered_and_change_nothing(make: Make) -> None:
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "model": {"server_args": {"model_path": "toy/other"}},
     "revision": {"server_args": {"revision": "abc"}},
-    "weights": {"server_args": {"weight_version": "7"}},
-    "dtype by its name": {"server_args": {"kv_cache_dtype": "bfloat16"}},
+    "version of the weights": {"configured": {"weight_version": "7"}},
+    "generation": {"settings": {"generation": "7"}},
+    "rope": {"configured": {"json_model_override_args": '{"rope_theta": 1000000}'}},
+    "yarn": {"configured": {"json_model_override_args": YARN}},
+    "quantization": {"configured": {"quantization": "fp8"}},
+    "dummy weights": {"server_args": {"load_format": "dummy"}},
+    "dtype by its name": {"server_args": {"kv_cache_dtype": "fp8_e4m3"}},
     "dtype": {"name": "fp8"},
     "order in a page": {"name": "hnd"},
     "page size": {"name": "mha_page1"},
@@ -142,18 +155,39 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_is_written_otherwise_is_not_found(make: Make) -> None:
+ALIKE: dict[str, dict[str, Any]] = {
+    "context": {"configured": {"context_length": 512}},
+    "overrides that change nothing": {"configured": {"json_model_override_args": NOTHING}},
+    "dtype of auto": {"server_args": {"kv_cache_dtype": "bfloat16"}},
+    "version by hand": {"settings": {"generation": "default"}},
+}
+
+
+def test_what_is_written_otherwise_is_not_found(make: Make, configured: Callable[..., Any]) -> None:
     writer = make("mha")
     prompt = tokens(4 * 64)
     writer.prefill(prompt)
     writer.settle()
     assert found(make("mha"), prompt, 4) == (0, 4)
-    for what, difference in DIFFERENCES.items():
-        engine = make(**difference)
-        lookup = engine.match(prompt).match
-        assert lookup is not None
-        assert lookup.host_hit_length == 0, what
-        engine.close()
+    for what, difference in {**DIFFERENCES, **ALIKE}.items():
+        with configured(**difference.pop("configured", {})):
+            engine = make(**difference)
+            lookup = engine.match(prompt).match
+            assert lookup is not None
+            assert (lookup.host_hit_length == 0) == (what in DIFFERENCES), what
+            engine.close()
+
+
+def test_another_host_finds_the_model_elsewhere(
+    make: Make, configured: Callable[..., Any], tmp_path: Path
+) -> None:
+    writer = make("mha")
+    prompt = tokens(4 * 64)
+    writer.prefill(prompt)
+    writer.settle()
+    copy = shutil.copytree(TINY_MODEL, tmp_path / "copy")
+    with configured(model_path=str(copy)):
+        assert found(make("mha"), prompt, 4) == (0, 4)
 
 
 def test_what_ranks_hold_alike_is_written_once_for_all(make: Make) -> None:

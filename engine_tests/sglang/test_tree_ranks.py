@@ -55,6 +55,19 @@ def test_reads_are_shared(ranks: Ranks, kind: str) -> None:
     assert second["received_bytes"] > 0
 
 
+@pytest.mark.parametrize("share_reads", [False, True])
+def test_ranks_draw_one_generation(ranks: Ranks, share_reads: bool) -> None:
+    engines(ranks, "mla", share_reads=share_reads)
+    stored(ranks, 6)
+    first, second = ranks.all("update_weights")
+    assert first == second != ""
+    assert first.startswith("drawn-")
+    assert ranks.all("found", 0, 6) == [0, 0]
+    stored(ranks, 6)  # each rank half of them
+    assert ranks.all("found", 0, 6) == [6, 6]
+    ranks.all("load", 0, 6)
+
+
 def test_what_one_rank_could_not_store_is_stored_on_neither(ranks: Ranks) -> None:
     engines(ranks, "mha")
     ranks.one(1, "break_calls", "put")

@@ -35,7 +35,6 @@ POISON = 0xA5
 SERVER_ARGS = {
     "model_path": "toy/model",
     "revision": None,
-    "weight_version": "default",
     "kv_cache_dtype": "auto",
     "speculative_algorithm": None,
     "speculative_draft_model_path": None,

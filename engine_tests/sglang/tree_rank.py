@@ -29,7 +29,9 @@ class TreeRank:
         overrides.mamba_cache_chunk_size = lambda _: 64  # a model would say it
         sglang.MooncakeStore = lambda config: Hooked(MooncakeStore(config))
         self._stays = contextlib.ExitStack()
-        self._stays.enter_context(get_context().override_server_args())
+        self._stays.enter_context(
+            get_context().override_server_args(model_path=standins.TINY_MODEL)
+        )
         self._stays.enter_context(get_parallel().override(attn_dcp_size=1))
         self.rank = rank
         self.size = size
@@ -58,6 +60,17 @@ class TreeRank:
             commit(successes)
 
         wrapper.commit_completed_offloads = committed
+
+    def update_weights(self) -> str:
+        """Tell what SGLang tells of new weights without a version, and flush; the generation."""
+        from sglang.srt.runtime_context import get_context
+
+        from kvferry.linker.sglang_identity import READ_AGAIN
+
+        get_context().override(READ_AGAIN, model_path="/step/2")
+        self.tree.flush()
+        generation: str = self.tree.linker.linker.keys.generation
+        return generation
 
     def close(self) -> None:
         """End the engine, if there is one."""
