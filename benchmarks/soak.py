@@ -44,7 +44,7 @@ def main() -> int:
     threads_before = threading.active_count()
     cluster = Cluster(tally)
     began = time.monotonic()
-    alive = _run(seed, seconds, cluster, tally, watch)
+    alive = _run(seed, seconds, cluster, tally, watch, faulty=not options.no_faults)
     taken_s = time.monotonic() - began
     if alive:
         print("threads hang:", ", ".join(alive), flush=True)
@@ -85,6 +85,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, help="of callers and faults; chosen if left out")
+    parser.add_argument("--no-faults", action="store_true", help="inject none, show all refusals")
     parser.add_argument("--write", action="store_true", help="record the figures")
     return parser.parse_args()
 
@@ -98,25 +99,28 @@ def _logs_apart() -> Path:
     return Path(name)
 
 
-def _run(seed: int, seconds: float, cluster: Cluster, tally: Tally, watch: Watch) -> list[str]:
+def _run(
+    seed: int, seconds: float, cluster: Cluster, tally: Tally, watch: Watch, *, faulty: bool
+) -> list[str]:
     """Let callers and faults run; return the names of threads that did not end."""
-    faults = Faults(seed, cluster, tally, watch.stopping)
-    threads = [
+    threads: list[threading.Thread] = [
         Caller(number, seed, engine, tally, watch)
         for engine in cluster.engines
         for number in range(CALLERS[engine.name])
     ]
-    for thread in (*threads, faults):
+    if faulty:
+        threads.append(Faults(seed, cluster, tally, watch.stopping))
+    for thread in threads:
         thread.start()
     end = time.monotonic() + seconds
     while time.monotonic() < end and not watch.look():
         time.sleep(min(1.0, seconds / 20))
     watch.stopping.set()
     end = time.monotonic() + HANG_S
-    for thread in (*threads, faults):
+    for thread in threads:
         while thread.is_alive() and time.monotonic() < end and not watch.look():
             thread.join(0.5)
-    return [thread.name for thread in (*threads, faults) if thread.is_alive()]
+    return [thread.name for thread in threads if thread.is_alive()]
 
 
 def _rows(tally: Tally, watch: Watch, seed: int, taken_s: float) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bed import Bed, words
 from cluster import wait_until, within
-from forms import BATCH, LAYERS, MOVES, SLACK_S, WHOLE, Form, Moving, name_of
+from forms import BATCH, LAYERS, MOVES, SLACK_S, WHOLE, Form, Moving, end_of, name_of
 from hooked import Pause
 
 from kvferry.kernels.pack import Packer
@@ -230,6 +230,48 @@ def test_a_cancelled_request_of_a_batch_leaves_the_others_alone(bed: Bed) -> Non
     bed.check_loaded(targets[2:])
     bed.check_poisoned(targets[:2])
     assert load.states == ["landed"] * 5
+    bed.check_after(BATCH)
+
+
+class Slow:
+    """A lock that is not had by `acquire` until somebody lets it; `with` takes it at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.let = threading.Event()
+
+    def acquire(self, timeout: float) -> bool:
+        return self.let.wait(timeout) and self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_request_that_is_being_given_up_is_not_judged(bed: Bed) -> None:
+    """On a busy machine a load can come to its verdict while one of its requests is cancelled."""
+    keys, pages = bed.saved(4)
+    pause = bed.store.before["read"] = Pause(1)
+    load = bed.load(BATCH, keys, bed.targets(pages))
+    pause.wait()
+    slow = load.handles[0]._touching = Slow()  # type: ignore[assignment]
+    canceller = threading.Thread(target=load.handles[0].cancel)
+    canceller.start()
+    wait_until(lambda: load.handles[0]._is_given_up)
+    pause.release()
+    assert words(end_of(load.handles[1])) == []
+    assert not load.handles[0].is_over
+    slow.let.set()
+    canceller.join(SLACK_S)
+    assert [words(end) for end in load.end()] == [["cancelled"], []]
+    # Else these objects would be taken for spoilt, and removed under their readers' feet.
+    again = bed.save(WHOLE, keys, pages).result()
+    assert (again.num_objects, again.num_existing) == (0, 12)
     bed.check_after(BATCH)
 
 

@@ -3,11 +3,13 @@
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvferry.errors import StoreError, StoreUnavailable
 from kvferry.linker import codes
 from kvferry.linker.gate import Breaker, Gate
+from kvferry.linker.hung_owners import HungOwners
 from kvferry.linker.patience import Patience
 from kvferry.linker.regions import RegisteredRanges
 
@@ -41,6 +43,7 @@ class Calls:
         self.breaker = Breaker(probe)
         self.ranges = RegisteredRanges()
         self.patience = Patience()
+        self._hung = HungOwners(self.owners_of)
         self._address = address
 
     @property
@@ -84,13 +87,24 @@ class Calls:
             raise self._outage(size)
         return size
 
+    def owners_of(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return the address of the owner that each object lies on; others are left out."""
+        with self.gate:
+            self.breaker.check()
+            found = self.client.batch_get_replica_desc(list(keys))
+        return {
+            key: replicas[0].get_memory_descriptor().buffer_descriptor.transport_endpoint
+            for key, replicas in found.items()
+            if replicas and replicas[0].is_memory_replica()
+        }
+
     def put(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Write whole objects; 0 does not mean stored."""
-        return self._many("batch_put_from", keys, addresses, sizes)
+        return self._hung.write(partial(self._many, "batch_put_from"), keys, addresses, sizes)
 
     def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Read whole objects; byte counts, or negative codes."""
-        return self._many("batch_get_into", keys, addresses, sizes)
+        return self._hung.read(partial(self._many, "batch_get_into"), keys, addresses, sizes)
 
     def remove(self, keys: Sequence[str], force: bool) -> list[int]:
         """Delete objects."""
@@ -117,7 +131,8 @@ class Calls:
         offsets: Nested,
     ) -> list[int]:
         """Write one range per reserved object; byte counts, or negative codes."""
-        return self._many("batch_put_from_multi_buffer_ranges", keys, addresses, sizes, offsets)
+        call = partial(self._many, "batch_put_from_multi_buffer_ranges")
+        return self._hung.write(call, keys, addresses, sizes, offsets)
 
     def put_end(self, keys: Sequence[str]) -> list[int]:
         """Make reserved objects readable, holes and all."""
@@ -139,7 +154,8 @@ class Calls:
         offsets: Nested,
     ) -> list[int]:
         """Read one range per held object; byte counts, or negative codes."""
-        return self._many("batch_get_into_multi_buffer_ranges", keys, addresses, sizes, offsets)
+        call = partial(self._many, "batch_get_into_multi_buffer_ranges")
+        return self._hung.read(call, keys, addresses, sizes, offsets)
 
     def get_end(self, keys: Sequence[str]) -> None:
         """Forget held objects; does not ask the master, so it works in an outage."""

@@ -74,14 +74,14 @@ class Batch:
 
     def open_rows(self, part: GroupPart) -> list[Sequence[int]]:
         """Return the open rows of each piece of a part."""
-        if not self._is_any_closed and not any(one.is_over for one in self._load.transfers):
+        if not self._is_any_closed and all(one.is_wanted for one in self._load.transfers):
             return [range(piece.first_row, piece.end_row) for piece in part.pieces]
         found: list[Sequence[int]] = []
         for piece in part.pieces:
             rows = self._rows[piece.space]
             unwanted = self._closed[piece.space][piece.first_row : piece.end_row].copy()
             for number in np.unique(rows.owners[piece.first_row : piece.end_row]).tolist():
-                if self._load.transfers[number].is_over:
+                if not self._load.transfers[number].is_wanted:
                     unwanted |= rows.owners[piece.first_row : piece.end_row] == number
             if unwanted.any():
                 found.append((np.flatnonzero(~unwanted) + piece.first_row).tolist())
@@ -121,7 +121,7 @@ class Batch:
             }
 
     def _is_ended(self, space: str, row: int) -> bool:
-        return self._load.transfers[int(self._rows[space].owners[row])].is_over
+        return not self._load.transfers[int(self._rows[space].owners[row])].is_wanted
 
     def next_lacking(self, max_bytes: int) -> tuple[SpacePlan | None, list[int]]:
         """Return some lacking rows of one index space, and the rows' numbers; None if none is.
@@ -319,7 +319,7 @@ class Batch:
         return found
 
     def _going(self, rows: Rows) -> NDArray[np.bool_]:
-        going = np.array([not transfer.is_over for transfer in self._load.transfers])
+        going = np.array([transfer.is_wanted for transfer in self._load.transfers])
         found: NDArray[np.bool_] = going[rows.owners]
         return found
 

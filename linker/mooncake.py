@@ -248,6 +248,7 @@ def _connect(config: MooncakeConfig) -> Any:
     # An owner that hangs costs this much, of 30 s: until it begins to answer, or to go on.
     os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", "5")
     os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "10")
+    os.environ.setdefault("MC_TCP_LANES_PER_PEER", "16")  # of 4: so many objects wait side by side
     os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "3")  # of 20; the GIL is held
     client_class = _client_class()
     clients.check_process()

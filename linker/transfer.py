@@ -224,6 +224,11 @@ class Transfer:
         """Whether it has a result or a failure by now; unlike `done`, it does not see to that."""
         return self._result is not None or self._error is not None
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it may come to a good end; not from when it is being given up, before its end."""
+        return not (self._is_given_up or self.is_over)
+
     @contextmanager
     def touching_pages(self) -> Iterator[list[Fence]]:
         """Guard a body that launches work on the pages, and puts the fence after it in the list.
@@ -232,7 +237,7 @@ class Transfer:
             Ended: the transfer is over.
         """
         with self._touching:
-            if self.is_over or self._is_given_up:
+            if not self.is_wanted:
                 raise Ended
             fences: list[Fence] = []
             yield fences
@@ -262,7 +267,7 @@ class Transfer:
     def finish(self) -> None:
         """End well, with the progress made; not if it was given up: pages may lack bytes then."""
         with self._changed:
-            if self.is_over or self._is_given_up:
+            if not self.is_wanted:
                 return
             self.timings.total_us = self.age_us
             self._result = self.progress.result(self.timings)

@@ -671,6 +671,27 @@ MUTANTS = (
         "scale = max(1, *num_rows)",
         "tests/test_layer_plan.py",
     ),
+    Mutant(
+        "a request that is being given up is judged by what it lacks",
+        "linker/layer_batch.py",
+        "going = np.array([transfer.is_wanted for",
+        "going = np.array([not transfer.is_over for",
+        "fault_tests/test_cancelled.py::test_a_request_that_is_being_given_up_is_not_judged",
+    ),
+    Mutant(
+        "what lies on an owner that hangs is tried call after call",
+        "linker/hung_owners.py",
+        "if taken_s > SLOW_S and TRANSFER_FAIL in answers:",
+        "if taken_s > 9e9 and TRANSFER_FAIL in answers:",
+        "tests/test_hung_owners.py",
+    ),
+    Mutant(
+        "owners that answer are held with one that hangs",
+        "linker/hung_owners.py",
+        "held = owner in self._held_until_s",
+        "held = bool(owner)",
+        "tests/test_hung_owners.py",
+    ),
 )
 
 
