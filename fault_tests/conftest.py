@@ -16,11 +16,14 @@ from bed import Bed
 from cluster import Cluster, Filler
 from forms import FORMS, SAVE_FORMS, Form
 
-from kvferry.linker import attempts, crew
+from kvferry.linker import attempts, crew, hung_owners
 
 TEST_LIMIT_S = 120.0
 DRAIN_S = 1.0
 """Instead of a minute: how long a span is kept after a call that failed slowly."""
+
+HOLD_S = 1.0
+"""Instead of 3: how long nothing is asked of an owner that did not answer."""
 
 LAST_S = 1.0
 """Instead of 5: what `close` gives its threads after it has failed their transfers."""
@@ -46,6 +49,7 @@ def limit(real_stderr: int) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "DRAIN_S", DRAIN_S)
+    monkeypatch.setattr(hung_owners, "HOLD_S", HOLD_S)
     monkeypatch.setattr(crew, "_LAST_S", LAST_S)
 
 

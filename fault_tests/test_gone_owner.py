@@ -1,15 +1,21 @@
 """The owner of the memory is killed or frozen, before a transfer and in the midst of one."""
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from bed import Bed, words
 from cluster import CLIENT_TTL_S, Cluster, wait_until, within
 from forms import BATCH, LAYERS, SLACK_S, WHOLE, Form, Moving, name_of
 from hooked import Do
 
+from kvferry.linker import hung_owners
+
 RECONNECT_S = 1.0  # Mooncake's pause before it tries a lost peer again, spent in the call
 STATUS_S = 2.0  # MC_TCP_STATUS_TIMEOUT_SEC, see conftest.py
+AT_ONCE_S = 2.0  # on a busy machine; less than any wait for an owner
 
 
 def found(*movings: Moving) -> set[str]:
@@ -29,6 +35,7 @@ def test_a_killed_owner_is_a_failure_and_then_a_miss(
     # Once the master has forgotten it, its objects are gone and there is no room.
     wait_until(lambda: bed.linker.lookup(keys) == [], CLIENT_TTL_S + 10)
     assert found(bed.load(form, keys, targets)) == {"missing"}
+    time.sleep(hung_owners.HOLD_S)
     assert found(bed.save(form, bed.keys(2), bed.sources(2))) == {"no space"}
     bed.check_poisoned(targets)
     cluster.heal()
@@ -92,3 +99,45 @@ def test_an_owner_that_is_frozen_past_the_deadline(
     cluster.heal()
     bed.check_poisoned(targets)  # what arrives late lands nowhere
     bed.check_after(form)
+
+
+@pytest.fixture
+def lasting() -> Iterator[Cluster]:
+    """A cluster whose master does not forget an owner while a test looks on."""
+    with Cluster(["--client_ttl=60"]) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("way", ["frozen", "killed"])
+@pytest.mark.parametrize("form", [WHOLE, LAYERS], ids=name_of)
+def test_an_owner_that_does_not_answer_is_waited_for_once(
+    lasting: Cluster, form: Form, way: str
+) -> None:
+    """Several parts, and several transfers: the first store call each way pays, no other does."""
+    num_pages = 12
+    bed = Bed(lasting, torch.device("cpu"), transfer_timeout_s=40.0, wait_timeout_s=60.0)
+    keys, pages = bed.saved(num_pages)
+    # Whole objects wait side by side, ranges one after another; those of a part that fails are
+    # fetched whole, which is not tried any more.
+    at_once = 8 if form.by_layer else 1
+    limit_s = at_once * (RECONNECT_S + (STATUS_S if way == "frozen" else 0)) + SLACK_S
+    with contextlib.ExitStack() as stack:
+        if way == "frozen":
+            stack.enter_context(lasting.frozen(lasting.owner))
+        else:
+            lasting.owner.kill()
+        targets = [bed.targets(pages) for _ in range(2)]
+        sources = [bed.sources(num_pages) for _ in range(2)]
+        for turn, bound_s in enumerate((limit_s, AT_ONCE_S)):
+            with within(bound_s):
+                assert found(bed.load(form, keys, targets[turn])) == {"transport"}
+        for turn, bound_s in enumerate((limit_s, AT_ONCE_S)):
+            with within(bound_s):
+                new = bed.keys(num_pages)
+                assert found(bed.save(form, new, sources[turn])) == {"transport"}
+        bed.check_pages()
+    if way == "frozen":  # it has all that it had, and is waited for no longer than it was away
+        lasting.heal()
+        bed.load(form, keys, targets[0]).result()
+        bed.check_loaded(targets[0])
+    bed.close()
