@@ -9,8 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvferry.arguments import shown
 from kvferry.errors import ArgumentError
 from kvferry.layout import CacheLayout
+
+_MAX_ID = 2**63 - 1
 
 
 class PageIds:
@@ -20,13 +23,22 @@ class PageIds:
 
     Attributes:
         unique: whether no id occurs twice, so that they can be destinations.
+        checked_for: the layout and index space that they are good for; None: any, by whoever made
+            them without a check.
         id_bytes: 4 or 8, width of an id.
         address: of the first id, on the device.
     """
 
-    def __init__(self, on_device: torch.Tensor, *, unique: bool) -> None:
+    def __init__(
+        self,
+        on_device: torch.Tensor,
+        *,
+        unique: bool,
+        checked_for: tuple[CacheLayout, str] | None = None,
+    ) -> None:
         """Take an int32 or int64 tensor `[num_pages]` of valid ids, contiguous, on the device."""
         self.unique = unique
+        self.checked_for = checked_for
         self.id_bytes = on_device.element_size()
         self.address = on_device.data_ptr()
         self._all = on_device
@@ -42,12 +54,15 @@ class PageIds:
         return self._num_pages
 
     def __getitem__(self, part: slice) -> "PageIds":
+        if not isinstance(part, slice):
+            raise ArgumentError(f"page ids are taken by {shown(part)}, wanted a slice")
         first, end, step = part.indices(self._num_pages)
         if step != 1:
             raise ArgumentError(f"a slice of page ids has step {step}, wanted 1")
         # Not by a slice of the tensor: a launch takes the address alone, and that costs a tenth.
         some = PageIds.__new__(PageIds)
         some.unique = self.unique
+        some.checked_for = self.checked_for
         some.id_bytes = self.id_bytes
         some.address = self.address + first * self.id_bytes
         some._all = self._all
@@ -79,12 +94,32 @@ class PageIds:
             ArgumentError: wrong space, dtype, shape or device; an id outside the pools; a double.
         """
         if isinstance(page_ids, PageIds):
+            page_ids.check_space(layout, space)
             if unique and not page_ids.unique:
                 return cls.check(layout, space, page_ids.on_device, unique=True)
             return page_ids
         if isinstance(page_ids, torch.Tensor) and page_ids.device.type != "cpu":
             return cls._check_on_device(layout, space, page_ids, unique)
-        return cls.upload(layout, host_page_ids(layout, space, page_ids, unique=unique), unique)
+        host = host_page_ids(layout, space, page_ids, unique=unique)
+        checked = cls.upload(layout, host, unique)
+        checked.checked_for = (layout, space)
+        return checked
+
+    def check_space(self, layout: CacheLayout, space: str) -> None:
+        """See that they are ids of a layout's index space.
+
+        Raises:
+            ArgumentError: they were checked for another.
+        """
+        if self.checked_for is None:
+            return
+        their_layout, their_space = self.checked_for
+        if their_space != space or their_layout is not layout:
+            other = "another layout" if their_layout is not layout else f"{their_space!r}"
+            raise ArgumentError(
+                f"page_ids are PageIds that were checked for {other}, wanted some for index space "
+                f"{space!r} of this layout"
+            )
 
     @classmethod
     def upload(cls, layout: CacheLayout, ids: NDArray[np.int64], unique: bool) -> "PageIds":
@@ -120,7 +155,7 @@ class PageIds:
             _check_bounds(low, high, layout.num_pages[space], space)
             if num_doubles:
                 _refuse_double(int(doubles[0]))
-        return cls(ids, unique=unique)
+        return cls(ids, unique=unique, checked_for=(layout, space))
 
 
 def host_page_ids(
@@ -146,12 +181,34 @@ def own_array(page_ids: torch.Tensor | NDArray[Any] | Sequence[int]) -> NDArray[
     Raises:
         ArgumentError: wrong dtype or shape.
     """
-    if isinstance(page_ids, list) and page_ids and not isinstance(page_ids[0], bool):
+    if isinstance(page_ids, list) and page_ids:
         with suppress(TypeError, OverflowError):  # not integers of 64 bits: numpy tells what
-            return np.frombuffer(array("q", page_ids), dtype=np.int64)  # takes two thirds as long
-    ids = np.asarray(page_ids)
-    _check_form(ids.shape, ids.dtype.kind in "iu" or ids.size == 0, str(ids.dtype))
-    return np.array(ids, dtype=np.int64)
+            ids = np.frombuffer(array("q", page_ids), dtype=np.int64)  # takes two thirds as long
+            _check_no_truths(page_ids, ids)
+            return ids
+    try:
+        found = np.asarray(page_ids)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged; on a device; sparse
+        raise ArgumentError(
+            f"page_ids are {shown(page_ids)}, wanted integers [num_pages]: {error}"
+        ) from None
+    if found.ndim == 0:
+        raise ArgumentError(f"page_ids are {shown(page_ids)}, wanted integers [num_pages]")
+    _check_form(found.shape, found.dtype.kind in "iu" or found.size == 0, str(found.dtype))
+    if found.dtype.kind == "u" and found.size and int(found.max()) > _MAX_ID:
+        raise ArgumentError(f"page_ids hold {found.max()}, wanted {_MAX_ID} at most")
+    if not isinstance(page_ids, np.ndarray | torch.Tensor):
+        _check_no_truths(page_ids, found)
+    return np.array(found, dtype=np.int64)
+
+
+def _check_no_truths(page_ids: Sequence[Any], ids: NDArray[Any]) -> None:
+    """Refuse truth values, which pass for 0 and 1: a mask instead of what it picks."""
+    if ids.size and ((ids == 0) | (ids == 1)).any():  # page ids are few of these, or none
+        for index in np.flatnonzero((ids == 0) | (ids == 1)).tolist():
+            value = page_ids[index]
+            if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+                raise ArgumentError(f"page_ids[{index}] is {value}, wanted an integer")
 
 
 def check_host_ids(

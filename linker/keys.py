@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from urllib.parse import quote
 
+from kvferry.arguments import is_storable, sequence, shown, text
 from kvferry.errors import ArgumentError
 from kvferry.layout import CacheLayout
 
@@ -95,17 +96,9 @@ class KeyScheme:
 
 def check_namespace(namespace: str) -> None:
     """Raise an ArgumentError unless a string can be the first part of keys."""
-    if (
-        not isinstance(namespace, str)
-        or not 1 <= len(namespace) <= MAX_PART_LENGTH
-        or any(letter in namespace for letter in "/\0")
-        or not _is_text(namespace)
-    ):
-        shown = repr(namespace)
-        raise ArgumentError(
-            f"namespace is {shown if len(shown) < 80 else shown[:76] + '...'}, wanted a string of "
-            f"1 .. {MAX_PART_LENGTH} characters without a slash"
-        )
+    text("namespace", namespace, most=MAX_PART_LENGTH)
+    if "/" in namespace:
+        raise ArgumentError(f"namespace is {shown(namespace)}, wanted one without a slash")
 
 
 def stem_of_parts(namespace: str, model_part: str, generation_part: str) -> str:
@@ -118,20 +111,11 @@ def key_part(name: str) -> str:
 
     Names that are too long end in a digest of the whole.
     """
-    text = quote(name, safe="", errors="surrogatepass") or "-"
-    if len(text) <= MAX_PART_LENGTH:
-        return text
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return f"{text[: MAX_PART_LENGTH - 17]}~{digest}"
-
-
-def _is_text(name: str) -> bool:
-    """Whether the string can be encoded: it has no lone surrogate."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    quoted = quote(name, safe="", errors="surrogatepass") or "-"
+    if len(quoted) <= MAX_PART_LENGTH:
+        return quoted
+    digest = hashlib.sha256(quoted.encode()).hexdigest()[:16]
+    return f"{quoted[: MAX_PART_LENGTH - 17]}~{digest}"
 
 
 def _are_usable(keys: Sequence[str]) -> bool:
@@ -141,27 +125,25 @@ def _are_usable(keys: Sequence[str]) -> bool:
     except TypeError:
         return False
     lengths = set(map(len, keys))
-    return not keys or (min(lengths) >= 1 and max(lengths) <= MAX_KEY_LENGTH and "\0" not in joined)
+    return not keys or (
+        min(lengths) >= 1 and max(lengths) <= MAX_KEY_LENGTH and is_storable(joined)
+    )
 
 
 def check_page_keys(page_keys: Sequence[str]) -> Sequence[str]:
     """Return the keys in order, each a string that occurs once; a list or tuple is not copied.
 
     Raises:
-        ArgumentError: one is not a string, is empty, too long, holds a NUL, or occurs twice.
+        ArgumentError: one is not a string, is empty, too long, holds a NUL or half a surrogate
+            pair, or occurs twice.
     """
-    if isinstance(page_keys, str):
-        raise ArgumentError("keys is one string, wanted a sequence of them")
-    keys = page_keys if isinstance(page_keys, list | tuple) else list(page_keys)
+    keys = sequence("keys", page_keys, "strings")
     if not _are_usable(keys):
         for index, key in enumerate(keys):
-            if not isinstance(key, str) or not 1 <= len(key) <= MAX_KEY_LENGTH or "\0" in key:
-                raise ArgumentError(
-                    f"keys[{index}] is {key!r}, wanted a string of 1 .. {MAX_KEY_LENGTH} characters"
-                )
+            text(f"keys[{index}]", key, most=MAX_KEY_LENGTH)
     if len(set(keys)) != len(keys):
         first: dict[str, int] = {}
         for index, key in enumerate(keys):
             if first.setdefault(key, index) != index:
-                raise ArgumentError(f"keys[{index}] repeats keys[{first[key]}]: {key!r}")
+                raise ArgumentError(f"keys[{index}] repeats keys[{first[key]}]: {shown(key)}")
     return keys

@@ -28,12 +28,14 @@ class LoadRequest:
         page_ids: destinations.
         tail_tokens: how many tokens of the last key's page are wanted; all by default.
         tail: what becomes of that page's other tokens, `zero` or `keep`.
+        partial: whether pages that the prefix needs may be left out.
     """
 
     keys: Sequence[str]
     page_ids: SpaceIds
     tail_tokens: int | None = None
     tail: str = "zero"
+    partial: bool = False
 
 
 class LayerLoad:

@@ -10,6 +10,7 @@ from typing import Literal, overload
 
 import numpy as np
 
+from kvferry.arguments import flag, of_type, one_of, seconds, sequence, whole_number
 from kvferry.errors import ArgumentError, StoreUnavailable
 from kvferry.groups import check_groups
 from kvferry.kernels.pack import TAILS
@@ -139,6 +140,7 @@ class Linker:
             TransferFailed: the linker is closing, or too many transfers wait.
         """
         self._home.check()
+        flag("layerwise", layerwise)
         plans, plan_us = self._plan("save", self.keys, keys, page_ids)
         assert self.layout.device is not None
         caller = fence_of_caller(self.layout.device)
@@ -168,6 +170,7 @@ class Linker:
         *,
         tail_tokens: int | None = None,
         tail: str = "zero",
+        partial: bool = False,
         layerwise: Literal[False] = False,
     ) -> Transfer: ...
 
@@ -179,6 +182,7 @@ class Linker:
         *,
         tail_tokens: int | None = None,
         tail: str = "zero",
+        partial: bool = False,
         layerwise: Literal[True],
     ) -> LayerLoad: ...
 
@@ -189,6 +193,7 @@ class Linker:
         *,
         tail_tokens: int | None = None,
         tail: str = "zero",
+        partial: bool = False,
         layerwise: bool = False,
     ) -> Transfer | LayerLoad:
         """Fetch pages into the pools, whole and verified, or fail.
@@ -197,11 +202,14 @@ class Linker:
         given so far. The pages must not be read or written until the result is there.
 
         Args:
-            keys: as in `save`, in any order.
-            page_ids: destinations, as in `save`; no page twice.
+            keys: as in `save`, in the order of the prefix; a part of one is fine.
+            page_ids: destinations, as in `save`; no page twice. Of the keys, `full` wants a page
+                for each, `swa` for the last `window_pages`, `state` for the last one.
             tail_tokens: how many tokens of the last key's page are wanted, 0 .. page_size; all of
                 them by default. States are always whole.
             tail: what becomes of that page's other tokens: `zero`, or `keep` what is there.
+            partial: that some of those pages, or whole index spaces, are left out on purpose: they
+                are filled already. Each key still has a page somewhere.
             layerwise: return a load that is yet to be started, whose layers may be used as they
                 arrive; see `LayerLoad`.
 
@@ -214,7 +222,8 @@ class Linker:
             TransferFailed: the linker is closing, or too many transfers wait.
         """
         self._home.check()
-        request = LoadRequest(keys, page_ids, tail_tokens, tail)
+        flag("layerwise", layerwise)
+        request = LoadRequest(keys, page_ids, tail_tokens, tail, partial)
         if layerwise:
             return self.load_batch([request])
         transfer = self._load_of(request, self.keys)
@@ -241,8 +250,10 @@ class Linker:
             ArgumentError: an argument is wrong; nothing has happened.
         """
         self._home.check()
-        if not requests:
+        if not sequence("requests", requests, "LoadRequests"):
             raise ArgumentError("requests are empty, wanted at least one")
+        if number is not None:
+            number = whole_number("number", number, 0)
         scheme = self.keys  # of all of them: they may ask for the same objects
         transfers = tuple(self._load_of(request, scheme) for request in requests)
         rows = merge(
@@ -263,6 +274,7 @@ class Linker:
     def skip_load(self, number: int) -> None:
         """Tell the ranks that reads are shared with that a load does not take place here."""
         self._home.check()
+        whole_number("number", number, 0)
         if self.sharing is not None:
             self.sharing.skip(number)
 
@@ -299,9 +311,13 @@ class Linker:
 
         Args:
             keys: page keys, whose objects may be there or not.
+
+        Raises:
+            ArgumentError: a key is not usable, or occurs twice.
         """
         self._home.check()
         scheme = self.keys
+        keys = check_page_keys(keys)
         for space in self.layout.spaces:
             self._existence.mark_failed(scheme.object_keys(keys, space))
 
@@ -327,10 +343,12 @@ class Linker:
         are not all written by then counts among them.
 
         Raises:
+            ArgumentError: `timeout_s` is no time.
             TransferFailed: a thread is still inside a store call; staging stays registered, since
                 the call may still use it.
         """
         self._home.check()
+        seconds("timeout_s", timeout_s)
         atexit.unregister(self.close)
         self._crew.close(timeout_s)
         self._staging.unregister()
@@ -362,7 +380,13 @@ class Linker:
         return KeyScheme.of(layout, config.namespace, config.replicated, sealed=config.integrity)
 
     def _plan(
-        self, kind: str, scheme: KeyScheme, keys: Sequence[str], page_ids: SpaceIds
+        self,
+        kind: str,
+        scheme: KeyScheme,
+        keys: Sequence[str],
+        page_ids: SpaceIds,
+        *,
+        partial: bool = True,
     ) -> tuple[tuple[SpacePlan, ...], float]:
         """Return the plans of a transfer, and how many microseconds they took."""
         begin = time.perf_counter()
@@ -373,22 +397,25 @@ class Linker:
             page_ids,
             unique=kind == "load",
             trailer=self.config.integrity,
+            partial=partial,
         )
         return plans, (time.perf_counter() - begin) * 1e6
 
     def _load_of(self, request: LoadRequest, scheme: KeyScheme) -> Transfer:
         """Check a request, and return its handle."""
-        if request.tail not in TAILS:
-            raise ArgumentError(f"tail is {request.tail!r}, wanted one of {tuple(TAILS)}")
-        page_size = self.layout.page_size
-        tokens = request.tail_tokens
-        if tokens is not None and not 0 <= tokens <= page_size:
-            raise ArgumentError(f"tail_tokens is {tokens}, wanted 0 .. {page_size}")
+        of_type("requests", request, LoadRequest)
+        one_of("tail", request.tail, tuple(TAILS))
+        partial = flag("partial", request.partial)
+        page_size, tokens = self.layout.page_size, request.tail_tokens
+        if tokens is not None:
+            tokens = whole_number("tail_tokens", tokens, 0, page_size)
         tail: Tail | None = None
         if tokens is not None and tokens < page_size:
             self._check_cut()
             tail = (tokens, request.tail)
-        plans, plan_us = self._plan("load", scheme, request.keys, request.page_ids)
+        plans, plan_us = self._plan(
+            "load", scheme, request.keys, request.page_ids, partial=partial
+        )
         assert self.layout.device is not None
         caller = fence_of_caller(self.layout.device)
         load = Transfer("load", plans, caller, self.config.transfer_timeout_s, plan_us, tail)

@@ -1,12 +1,13 @@
 """What a transfer will do, computed before any byte moves; its cost grows with pages alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvferry.arguments import shown
 from kvferry.errors import ArgumentError
 from kvferry.kernels.page_ids import AnyIds, PageIds, check_host_ids, own_array
 from kvferry.layout import CacheLayout
@@ -117,6 +118,7 @@ def plan_transfer(
     *,
     unique: bool,
     trailer: bool,
+    partial: bool = True,
 ) -> tuple[SpacePlan, ...]:
     """Check a transfer's arguments and return its plans, one per index space that has pages.
 
@@ -126,23 +128,28 @@ def plan_transfer(
         keys: page keys, each once.
         page_ids: for each index space, integers `[len(keys)]`; -1 where a key has no page there.
             On a GPU they cost a device-to-host wait here: hand host ids where that matters.
-        unique: refuse page ids that occur twice (they are destinations).
+        unique: they are destinations: refuse page ids that occur twice, and keys that would stay
+            without a page.
         trailer: whether objects end in a trailer.
+        partial: of destinations: let index spaces be left out, and pages that a prefix of these
+            keys needs; each key still has one in some space.
 
     Raises:
         ArgumentError: an argument is wrong; nothing has happened.
     """
     checked = check_page_keys(keys)
-    plans = []
-    for space, ids in _by_space(layout, page_ids).items():
-        host = ids.on_device if isinstance(ids, PageIds) else ids
-        host = host.cpu() if isinstance(host, torch.Tensor) else host
-        row, some = own_array(host), checked
+    plans, rows = [], {}
+    by_space = _by_space(layout, page_ids)
+    if not by_space and checked:
+        raise ArgumentError(f"page_ids are an empty mapping, wanted some of {layout.spaces}")
+    for space, ids in by_space.items():
+        row, some = own_array(_on_host(layout, space, ids)), checked
         if len(row) != len(checked):
             raise ArgumentError(
                 f"page_ids of {space!r} have shape {list(row.shape)}, wanted [{len(checked)}], one "
                 "for each key (-1 where it has no page)"
             )
+        rows[space] = row
         has_last = bool(len(row)) and int(row[-1]) != -1
         if len(row) and row.min() < 0:
             present = np.flatnonzero(row != -1)
@@ -162,14 +169,77 @@ def plan_transfer(
                 scheme.fingerprint(space),
             )
         )
+    if unique:
+        _check_complete(layout, checked, rows, partial=partial)
     return tuple(plan for plan in plans if plan.keys)
+
+
+def _check_complete(
+    layout: CacheLayout,
+    keys: Sequence[str],
+    rows: Mapping[str, NDArray[np.int64]],
+    *,
+    partial: bool,
+) -> None:
+    """Refuse page ids, by index space with -1 for no page, that leave out what is asked for."""
+    num_keys = len(keys)
+    if not partial:
+        for space in layout.spaces:
+            if space not in rows:
+                raise ArgumentError(
+                    f"page_ids have no {space!r}, wanted all of {layout.spaces}, or partial=True"
+                )
+            first = num_keys - pages_needed(layout, space, num_keys)
+            lacking = np.flatnonzero(rows[space][first:] == -1)
+            if lacking.size:
+                raise ArgumentError(
+                    f"page_ids of {space!r} are -1 for keys[{first + int(lacking[0])}], wanted a "
+                    f"page for the last {num_keys - first} of {num_keys} keys, or partial=True"
+                )
+    without = np.ones(num_keys, dtype=bool)
+    for row in rows.values():
+        without &= row == -1
+    if without.any():
+        index = int(np.flatnonzero(without)[0])
+        raise ArgumentError(
+            f"page_ids are -1 in every index space for keys[{index}], {shown(keys[index])}, wanted "
+            "a page in one at least, or the key left out"
+        )
+
+
+def pages_needed(layout: CacheLayout, space: str, num_pages: int) -> int:
+    """Return how many pages, from the last one back, a prefix needs in an index space."""
+    if space == "state":
+        return min(1, num_pages)
+    if space == "swa" and layout.window_pages is not None:
+        return min(layout.window_pages, num_pages)
+    return num_pages
+
+
+def _on_host(
+    layout: CacheLayout, space: str, ids: AnyIds
+) -> torch.Tensor | NDArray[Any] | Sequence[int]:
+    """Return page ids in host memory, as they came; those on a device are waited for."""
+    if isinstance(ids, PageIds):
+        ids.check_space(layout, space)
+        ids = ids.on_device
+    if not isinstance(ids, torch.Tensor):
+        return ids
+    if ids.device.type != "cpu" and ids.device != layout.device:
+        raise ArgumentError(
+            f"page_ids of {space!r} are on {ids.device}, wanted {layout.device}, as the pools, or "
+            "the host"
+        )
+    return ids.cpu()
 
 
 def _by_space(layout: CacheLayout, page_ids: SpaceIds) -> dict[str, AnyIds]:
     if isinstance(page_ids, Mapping):
         unknown = [space for space in page_ids if space not in layout.object_bytes]
         if unknown:
-            raise ArgumentError(f"page_ids name {unknown}, wanted index spaces {layout.spaces}")
+            raise ArgumentError(
+                f"page_ids name {shown(unknown)}, wanted index spaces {layout.spaces}"
+            )
         return dict(page_ids)
     if len(layout.spaces) != 1:
         raise ArgumentError(

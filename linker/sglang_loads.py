@@ -140,7 +140,11 @@ class Loads:
     def _begin(self, batch: Batch) -> None:
         """In the thread of loads."""
         try:
-            requests = [LoadRequest(each.keys, each.on_host()) for each in batch.requests.values()]
+            # Partial: SGLang asks for what it lacks, in one pool pages that another has already.
+            requests = [
+                LoadRequest(each.keys, each.on_host(), partial=True)
+                for each in batch.requests.values()
+            ]
             load = self._linker.load_batch(requests, number=batch.index)
             batch.begin(load.start)
         finally:

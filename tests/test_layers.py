@@ -182,7 +182,7 @@ def test_whatever_the_groups_parts_and_threads(bed: Bed, data: st.DataObject) ->
         space: [page + 32 if page >= 0 else -1 for page in pages]
         for space, pages in page_ids.items()
     }
-    load = linker.load(keys(count), others, layerwise=True).start()
+    load = linker.load(keys(count), others, partial=True, layerwise=True).start()
     assert set(read_all(load)) == {"landed"}
     load.result()
     for space, pages in others.items():
@@ -219,9 +219,9 @@ def test_requests_of_a_batch_share_keys_and_have_tails(bed: Bed) -> None:
     saved(bed, linker, 6)
     full = {"full": [32, 33, 34]}
     requests = [
-        LoadRequest(keys(3), full, tail_tokens=1),
-        LoadRequest(keys(4), {"full": [40, 41, 42, 43]}),
-        LoadRequest(["page-2", "page-5"], {"full": [50, 51], "state": [50, -1]}),
+        LoadRequest(keys(3), full, tail_tokens=1, partial=True),
+        LoadRequest(keys(4), {"full": [40, 41, 42, 43]}, partial=True),
+        LoadRequest(["page-2", "page-5"], {"full": [50, 51], "state": [50, -1]}, partial=True),
     ]
     load = linker.load_batch(requests).start()
     assert read_all(load) == ["landed"] * NUM_LAYERS
@@ -307,7 +307,9 @@ def test_a_range_that_fails_makes_its_object_come_whole(bed: Bed, group: int) ->
     bed.store.before["read"] = lose
     spoil = bed.page("k", 0, 33)
     bed.store.before["get"] = lambda *_: (spoil.fill_(0x77), None)[1]
-    load = linker.load(["page-1", "page-4"], {"full": [33, 36]}, layerwise=True).start()
+    load = linker.load(
+        ["page-1", "page-4"], {"full": [33, 36]}, partial=True, layerwise=True
+    ).start()
     assert read_all(load) == ["landed"] * NUM_LAYERS
     load.result()
     assert [call for call in bed.store.calls if call[0] == "get"] == [("get", 2)]
@@ -615,10 +617,15 @@ def test_bad_input_is_refused_before_anything_happens(bed: Bed) -> None:
     with pytest.raises(ArgumentError, match="requests are empty"):
         linker.load_batch([])
     with pytest.raises(ArgumentError, match="hold 32 in two requests"):
-        linker.load_batch([LoadRequest(["a"], {"full": [32]}), LoadRequest(["b"], {"full": [32]})])
+        linker.load_batch(
+            [
+                LoadRequest(["a"], {"full": [32]}, partial=True),
+                LoadRequest(["b"], {"full": [32]}, partial=True),
+            ]
+        )
     with pytest.raises(ArgumentError, match="tail is 'cut'"):
-        linker.load(["a"], {"full": [1]}, tail_tokens=1, tail="cut", layerwise=True)
-    load = linker.load(["a"], {"full": [1]}, layerwise=True)
+        linker.load(["a"], {"full": [1]}, partial=True, tail_tokens=1, tail="cut", layerwise=True)
+    load = linker.load(["a"], {"full": [1]}, partial=True, layerwise=True)
     for early in (lambda: load.wait_layer(0), load.result):
         with pytest.raises(ArgumentError, match="was not started"):
             early()
@@ -640,7 +647,7 @@ def test_bad_input_is_refused_before_anything_happens(bed: Bed) -> None:
 def test_nothing_to_do_is_done(bed: Bed) -> None:
     linker = bed.linker()
     assert linker.save([], {}, layerwise=True).result().num_objects == 0
-    load = linker.load(["a"], {"full": [-1]}, layerwise=True).start()
+    load = linker.load([], {"full": []}, partial=True, layerwise=True).start()
     assert read_all(load) == ["landed"] * NUM_LAYERS
     assert load.result()[0].num_objects == 0
 
@@ -660,7 +667,7 @@ def test_close_gives_up_a_save_whose_model_never_comes(bed: Bed) -> None:
     with pytest.raises(TransferFailed, match="the linker is closed"):
         linker.save(keys(1), {"full": [0]}, layerwise=True)
     with pytest.raises(TransferFailed, match="the linker is closed"):
-        linker.load(keys(1), {"full": [0]}, layerwise=True).start()
+        linker.load(keys(1), {"full": [0]}, partial=True, layerwise=True).start()
 
 
 def test_a_timeline_shows_every_lane(bed: Bed) -> None:

@@ -147,7 +147,7 @@ def test_a_failed_key_counts_as_missing_for_a_while(bed: Bed) -> None:
     answers = iter([[ObjectResult(Outcome.FAILED, "TRANSFER_FAIL")] * 3] * 2)
     bed.store.before["get"] = lambda *_: next(answers, None)
     with pytest.raises(TransferFailed, match=r"failed \(TRANSFER_FAIL\)"):
-        linker.load(keys(3), {"full": [32, 33, 34]}).result()
+        linker.load(keys(3), {"full": [32, 33, 34]}, partial=True).result()
     assert linker.lookup(keys(3)) == []
     time.sleep(0.7)
     assert linker.lookup(keys(3)) == [1, 2, 3]
@@ -170,7 +170,7 @@ def test_one_failure_is_tried_again(bed: Bed) -> None:
         bed.store.before[name] = once
     saved = linker.save(keys(3), {"full": [0, 1, 2]}).result()
     assert saved.num_objects == 3
-    linker.load(keys(3), {"full": [40, 41, 42]}).result()
+    linker.load(keys(3), {"full": [40, 41, 42]}, partial=True).result()
     check_telling(bed.layout, "full", [40, 41, 42], [0, 1, 2])
     assert [name for name, _ in bed.store.calls] == ["exists", "put", "put", "get", "get"]
 
@@ -186,7 +186,7 @@ def test_an_object_of_another_size_never_reaches_the_pools(bed: Bed) -> None:
         results = bed.store.store.put([victim], [staging.address], [num_bytes])
         assert results[0].outcome is Outcome.STORED
         with pytest.raises(TransferFailed) as caught:
-            linker.load(keys(3), {"full": [32, 33, 34]}).result()
+            linker.load(keys(3), {"full": [32, 33, 34]}, partial=True).result()
         assert caught.value.causes[victim].startswith("wrong size")
         check_poison(bed.layout, "full", range(3))
         bed.store.store.remove([victim], force=True)
@@ -253,7 +253,7 @@ def test_several_in_flight_end_in_order(bed: Bed) -> None:
     saves = [linker.save([f"p{page}"], {"full": [page]}) for page in range(16)]
     saves[-1].result()
     assert all(save.done() for save in saves)
-    loads = [linker.load([f"p{page}"], {"full": [32 + page]}) for page in range(16)]
+    loads = [linker.load([f"p{page}"], {"full": [32 + page]}, partial=True) for page in range(16)]
     loads[-1].result()
     assert all(load.done() for load in loads)
     check_telling(bed.layout, "full", list(range(32, 48)), list(range(16)))
@@ -281,7 +281,7 @@ def test_past_its_deadline_a_transfer_fails_and_touches_no_page(bed: Bed) -> Non
     leave.set()
     bed.store.before.clear()
     # A later load runs behind it; by then the late one would have unpacked.
-    linker.load(keys(1), {"full": [40]}).result()
+    linker.load(keys(1), {"full": [40]}, partial=True).result()
     check_poison(bed.layout, "full", [0, 1, 40])
     check_poison(bed.layout, "state", [0, 1])
     assert "failed" in repr(load)
@@ -297,8 +297,8 @@ def test_a_cancelled_transfer_touches_no_page(bed: Bed) -> None:
         assert leave.wait(20)
 
     bed.store.before["get"] = hang
-    running = linker.load(keys(1), {"full": [32]})
-    queued = linker.load(keys(2)[1:], {"full": [33]})
+    running = linker.load(keys(1), {"full": [32]}, partial=True)
+    queued = linker.load(keys(2)[1:], {"full": [33]}, partial=True)
     assert entered.wait(5)
     assert queued.cancel()
     assert running.cancel()
@@ -308,7 +308,7 @@ def test_a_cancelled_transfer_touches_no_page(bed: Bed) -> None:
     for load in (running, queued):
         with pytest.raises(TransferFailed, match="load was cancelled"):
             load.result()
-    linker.load(keys(1), {"full": [40]}).result()
+    linker.load(keys(1), {"full": [40]}, partial=True).result()
     check_poison(bed.layout, "full", [0, 1, 40])
 
 
@@ -323,7 +323,7 @@ def test_pages_are_free_once_packed_even_while_the_wire_is_busy(bed: Bed) -> Non
     write_telling(bed.layout, "full", [0, 1], [50, 51])
     leave.set()
     save.result()
-    linker.load(keys(2), {"full": [32, 33]}).result()
+    linker.load(keys(2), {"full": [32, 33]}, partial=True).result()
     check_telling(bed.layout, "full", [32, 33], [0, 1])
 
 
@@ -336,7 +336,10 @@ def test_an_outage_is_a_miss_for_lookups_and_a_failure_for_transfers(bed: Bed) -
 
     bed.store.before.update(exists=down, put=down, get=down)
     assert linker.lookup(keys(2)) == []
-    for transfer in (linker.save(["x"], {"full": [0]}), linker.load(keys(1), {"full": [32]})):
+    for transfer in (
+        linker.save(["x"], {"full": [0]}),
+        linker.load(keys(1), {"full": [32]}, partial=True),
+    ):
         with pytest.raises(TransferFailed, match=r"10\.0\.0\.1:50051 cannot be reached"):
             transfer.result()
     bed.store.before.clear()
@@ -408,7 +411,7 @@ def test_the_span_of_a_slow_failed_call_is_kept_back(
 
     bed.store.before["get"] = slow
     with pytest.raises(TransferFailed):
-        linker.load(keys(2), {"full": [32, 33]}).result()
+        linker.load(keys(2), {"full": [32, 33]}, partial=True).result()
     assert staging.num_free_bytes < staging.num_bytes
     assert bed.store.calls.count(("get", 2)) == 1  # no second try on top of a late transfer
     bed.store.before.clear()
@@ -471,7 +474,7 @@ def test_too_many_waiting_transfers_are_refused(bed: Bed) -> None:
 def test_nothing_to_do_is_done(bed: Bed) -> None:
     linker = bed.linker()
     assert linker.save([], {}).result().num_objects == 0
-    assert linker.load(["a"], {"full": [-1]}).result().num_objects == 0
+    assert linker.load([], {"full": []}, partial=True).result().num_objects == 0
 
 
 @pytest.mark.parametrize(

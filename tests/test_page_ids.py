@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from kvferry.errors import ArgumentError
 from kvferry.kernels.page_ids import PageIds
 from kvferry.layout import CacheLayout
+from kvferry.linker.keys import KeyScheme
+from kvferry.linker.plan import plan_transfer
 from kvferry.models import description
 from kvferry.testing import make_tensors
 
@@ -101,3 +103,25 @@ def test_ids_are_copied_and_doubles_are_allowed_where_pages_are_read(layout: Cac
     with pytest.raises(ArgumentError, match="4 twice"):
         PageIds.check(layout, "full", checked, unique=True)
     assert len(PageIds.check(layout, "full", [], unique=True)) == 0
+
+
+def test_ids_that_were_checked_for_another_layout_are_refused(layout: CacheLayout) -> None:
+    checked = PageIds.check(layout, "full", [1, 0], unique=True)
+    twin = layout.bind({pool.name: _tensors(layout, pool.name) for pool in layout.pools})
+    for ids in (checked, checked[:1]):
+        with pytest.raises(ArgumentError, match="were checked for another layout"):
+            PageIds.check(twin, "full", ids, unique=True)
+        with pytest.raises(ArgumentError, match="were checked for another layout"):
+            plan_transfer(
+                twin, KeyScheme.of(twin, "n"), list("ab"), {"full": checked},
+                unique=False, trailer=False,
+            )  # fmt: skip
+
+
+def _tensors(layout: CacheLayout, pool: str) -> dict[int, torch.Tensor]:
+    return {
+        buffer.layer_id: buffer.tensor
+        for buffers in layout.buffers.values()
+        for buffer in buffers
+        if buffer.pool.name == pool and buffer.tensor is not None
+    }

@@ -31,11 +31,16 @@ def layout() -> CacheLayout:
 
 
 def plan(
-    layout: CacheLayout, keys: Any, ids: Any, *, unique: bool = True, trailer: bool = False
+    layout: CacheLayout,
+    keys: Any,
+    ids: Any,
+    *,
+    unique: bool = True,
+    trailer: bool = False,
+    partial: bool = True,
 ) -> Any:
-    return plan_transfer(
-        layout, KeyScheme.of(layout, "n"), keys, ids, unique=unique, trailer=trailer
-    )
+    scheme = KeyScheme.of(layout, "n")
+    return plan_transfer(layout, scheme, keys, ids, unique=unique, trailer=trailer, partial=partial)
 
 
 def test_spaces_keys_ids_and_sizes(layout: CacheLayout) -> None:
@@ -85,6 +90,39 @@ def test_any_form_of_ids(layout: CacheLayout, ids: Any) -> None:
         (["a"], {"swa": [1]}, r"name \['swa'\], wanted index spaces \('full', 'state'\)"),
         (["a"], [1], "wanted a mapping"),
         (["a", "a"], {"full": [1, 2]}, r"keys\[1\] repeats"),
+        (
+            ["a", "b"],
+            {"full": np.array([1, 2**64 - 1], dtype=np.uint64)},
+            "hold 18446744073709551615",
+        ),
+        (["a", "b"], {"full": [1, 2**64 - 1]}, "are float64"),
+        (
+            ["a", "b"],
+            {"full": torch.tensor([1, -1]).view(torch.uint64)},
+            "hold 1844674407370955161",
+        ),
+        (["a", "b"], {"full": [2**64, 1]}, "are object, wanted int32 or int64"),
+        (["a", "b"], {"full": [1, True]}, r"page_ids\[1\] is True, wanted an integer"),
+        (["a", "b"], {"full": (False, 1)}, r"page_ids\[0\] is False, wanted an integer"),
+        (["a", "b"], {"full": [2, np.True_]}, r"page_ids\[1\] is True, wanted an integer"),
+        (["a", "b"], {"full": [2, torch.tensor(True)]}, r"page_ids\[1\] is True"),
+        (["a", "b"], {"full": np.array([True, False])}, "are bool, wanted int32 or int64"),
+        (["a", "b"], {"full": torch.tensor([True, False])}, "are bool, wanted int32 or int64"),
+        (["a", "b"], {"full": [1.0, 2.0]}, "are float64, wanted int32 or int64"),
+        (["a", "b"], {"full": torch.tensor([1.0, 2.0])}, "are float32, wanted int32 or int64"),
+        (["a", "b"], {"full": torch.tensor([1.0, 2.0]).bfloat16()}, "page_ids are tensor"),
+        (["a", "b"], {"full": torch.tensor([[1, 2]])}, r"shape \[1, 2\], wanted \[num_pages\]"),
+        (["a", "b"], {"full": torch.empty(2, dtype=torch.int64, device="meta")}, "are on meta"),
+        (["a", "b"], {"full": [1, None]}, "are object"),
+        (["a", "b"], {"full": [[1], 2]}, r"are \[\[1\], 2\], wanted integers \[num_pages\]"),
+        (["a", "b"], {"full": None}, r"are None, wanted integers \[num_pages\]"),
+        (["a", "b"], {"full": "12"}, r"are '12', wanted integers \[num_pages\]"),
+        (["a", "b"], {"full": {1, 2}}, r"are \{1, 2\}, wanted integers \[num_pages\]"),
+        ("ab", {"full": [1, 2]}, "keys is one string 'ab', wanted a sequence of strings"),
+        (["a", b"b"], {"full": [1, 2]}, r"keys\[1\] is b'b', wanted a string"),
+        (["a", "\ud800"], {"full": [1, 2]}, r"keys\[1\] is '.ud800', wanted a string"),
+        (["a", "b" * 1025], {"full": [1, 2]}, r"keys\[1\] is 'b+'\.\.\.'b+' \(1025 characters\)"),
+        (None, {"full": [1, 2]}, "keys is None, wanted a sequence of strings"),
     ],
 )
 def test_bad_arguments_are_refused(layout: CacheLayout, keys: Any, ids: Any, match: str) -> None:
@@ -99,4 +137,54 @@ def test_one_page_may_be_saved_under_two_keys(layout: CacheLayout) -> None:
 
 def test_nothing_to_do_is_no_plan(layout: CacheLayout) -> None:
     assert plan(layout, [], {"full": []}) == ()
-    assert plan(layout, ["a"], {"full": [-1], "state": [-1]}) == ()
+    assert plan(layout, [], {}) == ()
+    assert plan(layout, ["a"], {"full": [-1], "state": [-1]}, unique=False) == ()
+
+
+WHOLE = {"full": [1, 2, 3], "state": [-1, -1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        ({}, "page_ids are an empty mapping, wanted some of \\('full', 'state'\\)"),
+        ({"full": [1, 2, 3]}, "have no 'state', wanted all of .* or partial=True"),
+        ({"state": [-1, -1, 1]}, "have no 'full'"),
+        (
+            {**WHOLE, "full": [1, -1, 3]},
+            r"'full' are -1 for keys\[1\], wanted a page for the last 3 of 3 keys, or partial=True",
+        ),
+        (
+            {**WHOLE, "state": [0, 1, -1]},
+            r"'state' are -1 for keys\[2\], wanted .* last 1 of 3 keys",
+        ),
+        ({"full": [-1] * 3, "state": [-1] * 3}, r"'full' are -1 for keys\[0\]"),
+    ],
+)
+def test_a_load_leaves_no_page_unfilled(layout: CacheLayout, ids: Any, match: str) -> None:
+    plan(layout, ["a", "b", "c"], WHOLE, partial=False)
+    with pytest.raises(ArgumentError, match=match):
+        plan(layout, ["a", "b", "c"], ids, partial=False)
+
+
+def test_a_window_wants_its_last_pages_alone() -> None:
+    pool = {"rows": "token", "row_shape": [8], "dtype": "uint8", "layers": [0]}
+    pools = [{"name": "k", "index": "full", **pool}, {"name": "swa_k", "index": "swa", **pool}]
+    swa = {"page_size": 4, "num_layers": 1, "window_tokens": 8, "pools": pools}
+    plain = CacheLayout.from_description(swa)
+    layout = plain.bind(make_tensors(plain, 8))
+    for window in ([-1, -1, 6, 7], [-1, 5, 6, 7], [4, 5, 6, 7]):
+        ids = {"full": [0, 1, 2, 3], "swa": window}
+        assert len(plan(layout, list("abcd"), ids, partial=False)) == 2
+    with pytest.raises(ArgumentError, match=r"'swa' are -1 for keys\[2\], wanted .* last 2 of 4"):
+        plan(layout, list("abcd"), {"full": [0, 1, 2, 3], "swa": [4, 5, -1, 7]}, partial=False)
+
+
+def test_a_partial_load_still_has_a_page_for_each_key(layout: CacheLayout) -> None:
+    (state,) = plan(layout, ["a", "b"], {"state": [1, 2]})
+    assert state.page_ids.tolist() == [1, 2]
+    full, state = plan(layout, ["a", "b"], {"full": [-1, 4], "state": [1, -1]})
+    assert (full.page_ids.tolist(), state.page_ids.tolist()) == ([4], [1])
+    for ids in ({"full": [1, -1]}, {"full": [1, -1], "state": [2, -1]}):
+        with pytest.raises(ArgumentError, match=r"-1 in every index space for keys\[1\], 'b'"):
+            plan(layout, ["a", "b"], ids)
