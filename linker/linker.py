@@ -413,9 +413,7 @@ class Linker:
         if tokens is not None and tokens < page_size:
             self._check_cut()
             tail = (tokens, request.tail)
-        plans, plan_us = self._plan(
-            "load", scheme, request.keys, request.page_ids, partial=partial
-        )
+        plans, plan_us = self._plan("load", scheme, request.keys, request.page_ids, partial=partial)
         assert self.layout.device is not None
         caller = fence_of_caller(self.layout.device)
         load = Transfer("load", plans, caller, self.config.transfer_timeout_s, plan_us, tail)

@@ -182,7 +182,15 @@ def test_whatever_the_groups_parts_and_threads(bed: Bed, data: st.DataObject) ->
         space: [page + 32 if page >= 0 else -1 for page in pages]
         for space, pages in page_ids.items()
     }
-    load = linker.load(keys(count), others, partial=True, layerwise=True).start()
+    wanted = [  # keys with a page somewhere
+        row for row in range(count) if any(pages[row] >= 0 for pages in others.values())
+    ]
+    load = linker.load(
+        [keys(count)[row] for row in wanted],
+        {space: [pages[row] for row in wanted] for space, pages in others.items()},
+        partial=True,
+        layerwise=True,
+    ).start()
     assert set(read_all(load)) == {"landed"}
     load.result()
     for space, pages in others.items():

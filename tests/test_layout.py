@@ -130,11 +130,17 @@ def test_bind_names_pool_layer_got_and_wanted() -> None:
         layout.bind(foreign)
 
 
+def test_pools_without_memory_are_refused() -> None:
+    layout = CacheLayout.from_description(SMALL)
+    with pytest.raises(LayoutError, match="is on meta, wanted a CPU or CUDA device"):
+        layout.bind(make_tensors(layout, 3, torch.device("meta")))
+
+
 def test_one_memory_under_two_names_is_refused() -> None:
     layout = CacheLayout.from_description(SMALL)
     tensors = make_tensors(layout, 3)
     tensors["k"][2] = tensors["k"][0]
-    with pytest.raises(LayoutError, match="'k' layer 2: begins at the same address as pool 'k'"):
+    with pytest.raises(LayoutError, match="'k' layer 2: shares memory with pool 'k' layer 0"):
         layout.bind(tensors)
 
 

@@ -428,7 +428,7 @@ def test_close_finishes_what_was_enqueued(bed: Bed) -> None:
     linker.close(30)
     for call in (linker.save, linker.load):
         with pytest.raises(TransferFailed, match="the linker is closed"):
-            call(keys(1), {"full": [0]})
+            call(keys(1), ids(bed, 0, 1))
     assert not [one.name for one in linker._crew.workers if one.is_alive]
     # The registration is gone: the same memory can be registered again.
     linker._staging.register(bed.store.store)

@@ -120,6 +120,11 @@ def one_device(buffers: Mapping[str, tuple[Buffer, ...]]) -> torch.device:
     for buffer in (buffer for row in buffers.values() for buffer in row):
         assert buffer.tensor is not None
         device = device or buffer.tensor.device
+        if device.type not in ("cpu", "cuda"):
+            raise LayoutError(
+                f"pool {buffer.pool.name!r} layer {buffer.layer_id}: tensor is on {device}, wanted "
+                "a CPU or CUDA device"
+            )
         if buffer.tensor.device != device:
             raise LayoutError(
                 f"pool {buffer.pool.name!r} layer {buffer.layer_id}: tensor is on "
@@ -127,19 +132,6 @@ def one_device(buffers: Mapping[str, tuple[Buffer, ...]]) -> torch.device:
             )
     assert device is not None
     return device
-
-
-def no_shared_memory(buffers: Mapping[str, tuple[Buffer, ...]]) -> None:
-    """Raise a LayoutError if two buffers begin at the same address."""
-    # Interleaved views share an allocation, not bytes: only an equal first byte is surely a fault.
-    seen: dict[int, Buffer] = {}
-    for buffer in (buffer for row in buffers.values() for buffer in row):
-        other = seen.setdefault(buffer.address, buffer)
-        if other is not buffer:
-            raise LayoutError(
-                f"pool {buffer.pool.name!r} layer {buffer.layer_id}: begins at the same address as "
-                f"pool {other.pool.name!r} layer {other.layer_id}; describe shared memory once"
-            )
 
 
 def not_cut(buffer: Buffer) -> LayoutError:

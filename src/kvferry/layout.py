@@ -20,7 +20,6 @@ import torch
 from kvferry.buffers import (
     Buffer,
     make_buffer,
-    no_shared_memory,
     not_cut,
     one_device,
     order_and_runs,
@@ -34,6 +33,7 @@ from kvferry.object_order import (
     places,
     strided_segments,
 )
+from kvferry.overlaps import no_shared_memory
 from kvferry.pools import (
     SPACES,
     Pool,
@@ -379,7 +379,7 @@ def _assemble(
             num_pages[space] = min(buffer.num_pages for buffer in row)
     device = one_device(buffers) if tensors else None
     if tensors:
-        no_shared_memory(buffers)
+        no_shared_memory(buffers, num_pages)
     return CacheLayout(
         page_size,
         num_layers,
