@@ -25,6 +25,7 @@ from kvferry import (
     MooncakeStore,
     StagingBuffer,
 )
+from kvferry.linker.eviction import evict
 from kvferry.pools import PoolTensors
 from kvferry.testing import check_telling, poison, write_telling
 
@@ -81,7 +82,7 @@ class Bench:
             assert (saved.num_objects, saved.num_direct) == (self.num_pages, wanted), saved
             self._linkers["packed"].load(keys, list(others)).result()
             check_telling(self._layout, "full", list(others), list(sources))
-            self._store.remove(linker.keys.object_keys(keys, "full"), force=True)
+            evict(self._store, linker.keys.object_keys(keys, "full"))
         return taken
 
 

@@ -32,6 +32,7 @@ from kvferry import (
     MooncakeStore,
     StagingBuffer,
 )
+from kvferry.linker.eviction import evict
 from kvferry.models import description
 from kvferry.testing import check_telling, make_tensors, poison, write_telling
 
@@ -156,7 +157,7 @@ class Bench:
             if number >= WARM_ROUNDS:
                 way.puts.append(put)
                 way.gets.append(get)
-            self._store.remove(way.object_keys(keys), force=True)
+            evict(self._store, way.object_keys(keys))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the table's rows: medians, and ratios within each round."""

@@ -26,6 +26,7 @@ from kvferry import (
     StagingBuffer,
     TransferResult,
 )
+from kvferry.linker.eviction import evict
 from kvferry.testing import check_telling, make_tensors, poison, write_telling
 
 NUM_OBJECTS = 8
@@ -105,7 +106,7 @@ class Bench:
         span.release()
         assert saved.num_objects == NUM_OBJECTS, saved
         check_telling(self._linker.layout, "full", self._others, self._pages)
-        self._store.remove([*self._linker.keys.object_keys(keys, "full"), *raw_keys], force=True)
+        evict(self._store, [*self._linker.keys.object_keys(keys, "full"), *raw_keys])
         return Round(
             saved.timings.wire_us / 1e3,
             raw_put_ms,

@@ -12,6 +12,7 @@ from soak_cluster import CHAIN_PAGES, NUM_CHAINS, Cluster, Engine
 from soak_tally import Tally
 
 from kvferry.errors import StoreError
+from kvferry.linker.eviction import evict
 from kvferry.linker.store import Outcome
 from kvferry.trailer import stored_bytes
 
@@ -114,7 +115,7 @@ class Faults(threading.Thread):
     # ---- objects ----
 
     def _remove(self) -> bool:
-        results = self._store.remove([self._aim()[0]], force=True)
+        results = evict(self._store, [self._aim()[0]])
         return results[0].outcome is Outcome.STORED
 
     def _flip(self) -> bool:
@@ -144,7 +145,7 @@ class Faults(threading.Thread):
             if self._store.put([key], [address], [_SCRATCH_BYTES])[0].outcome is Outcome.STORED
         ]
         time.sleep(self._rng.random() * 2)
-        self._store.remove(keys, force=True)
+        evict(self._store, keys)
         return bool(stored)
 
     def _aim(self, space: str | None = None) -> tuple[str, int]:
@@ -164,6 +165,6 @@ class Faults(threading.Thread):
         return results[0].outcome is Outcome.FETCHED
 
     def _replace(self, key: str, size: int) -> bool:
-        self._store.remove([key], force=True)
+        evict(self._store, [key])
         results = self._store.put([key], [self._scratch.data_ptr()], [size])
         return results[0].outcome is Outcome.STORED

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvferry.linker.eviction import evict
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Outcome
@@ -31,7 +32,7 @@ def exchange(store: MooncakeStore, keys: Sequence[str]) -> None:
 
 def remove(store: MooncakeStore, keys: Sequence[str]) -> None:
     """Remove the middle object, as an eviction does."""
-    if store.remove([keys[len(keys) // 2]], force=True)[0].outcome is not Outcome.STORED:
+    if evict(store, [keys[len(keys) // 2]])[0].outcome is not Outcome.STORED:
         raise SabotageError("an object could not be removed")
 
 
@@ -52,7 +53,7 @@ def _put(store: MooncakeStore, key: str, content: torch.Tensor) -> None:
     staging.register(store)
     try:
         staging.tensor[: len(content)] = content
-        store.remove([key], force=True)
+        evict(store, [key])
         result = store.put([key], [staging.address], [len(content)])[0]
         if result.outcome is not Outcome.STORED:
             raise SabotageError(f"{key} could not be replaced: {result}")

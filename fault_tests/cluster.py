@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvferry.errors import StoreError
+from kvferry.linker.eviction import evict
 from kvferry.linker.master import LocalMaster
 from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
 from kvferry.linker.owner import LocalOwner
@@ -79,7 +80,7 @@ class Filler:
 
     def close(self) -> None:
         """Remove the objects. Repeating it does nothing."""
-        self._store.remove(self._keys, force=True)
+        evict(self._store, self._keys)
         self._keys.clear()
         self._staging.unregister()
 

@@ -12,6 +12,7 @@ from cluster import LEASE_TTL_S, wait_until, within
 from forms import SLACK_S, Form
 from hooked import Do
 
+from kvferry.linker.eviction import evict
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import ObjectResult, Outcome
 
@@ -72,7 +73,7 @@ def replace(bed: Bed, key: str, change: Change) -> None:
     assert store.get([key], [staging.address], [size])[0].outcome is Outcome.FETCHED
     changed = change(staging.tensor[:size].clone(), bed)
     staging.tensor[: len(changed)] = changed
-    store.remove([key], force=True)
+    evict(store, [key])
     assert store.put([key], [staging.address], [len(changed)])[0].outcome is Outcome.STORED
     staging.unregister()
 
@@ -103,7 +104,7 @@ def test_a_bad_object_fails_its_request_alone(bed: Bed, form: Form, name: str) -
         bed.check_poisoned_in("full", targets[3:])
     # By layer, wrong bytes may have landed; the verdict says so, and the pages are written anew.
     bed.poison(targets)
-    bed.store.store.remove([bad], force=True)
+    evict(bed.store.store, [bad])
     bed.save(form, keys, pages).result()
     bed.load(form, keys, targets).result()
     bed.check_loaded(targets)
@@ -191,7 +192,7 @@ def test_an_object_that_goes_between_two_groups(bed: Bed, layered: Form, group: 
     keys, pages = bed.saved(4)
     (gone,) = bed.linker.keys.object_keys(keys[3:], "full")
     targets = bed.targets(pages)
-    bed.store.before["read"] = Do(lambda: bed.store.store.remove([gone], force=True), nth=group)
+    bed.store.before["read"] = Do(lambda: evict(bed.store.store, [gone]), nth=group)
     load = bed.load(layered, keys, targets)
     with within(SLACK_S):
         ends = load.end()

@@ -9,6 +9,8 @@ from bed import Bed, reasons, words
 from cluster import LEASE_TTL_S, Cluster, Filler, within
 from forms import SLACK_S, Form
 
+from kvferry.linker.eviction import evict
+
 
 def test_objects_that_are_evicted_between_lookup_and_load(
     cluster: Cluster, make_bed: Callable[..., Bed], form: Form, filler: Filler
@@ -40,7 +42,7 @@ def test_one_object_that_is_gone_fails_its_request_alone(bed: Bed, form: Form) -
     keys, pages = bed.saved(4)
     assert bed.linker.lookup(keys) == [1, 2, 3, 4]
     (gone,) = bed.linker.keys.object_keys(keys[3:], "swa")
-    bed.store.store.remove([gone], force=True)
+    evict(bed.store.store, [gone])
     targets = bed.targets(pages)
     with within(SLACK_S):
         ends = bed.load(form, keys, targets).end()

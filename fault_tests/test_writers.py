@@ -10,6 +10,7 @@ from cluster import DISCARD_S, LEASE_TTL_S, Cluster
 from forms import LAYERS, SAVE_FORMS, WHOLE, Form
 from hooked import Do, Pause
 
+from kvferry.linker.eviction import evict
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Outcome
@@ -141,7 +142,7 @@ def test_a_session_that_another_took_over_publishes_nothing(
     (end,) = bed.load(WHOLE, keys, targets).end()
     assert (words(end), list(reasons(end))) == (["foreign"], [key])
     bed.check_poisoned(targets)
-    bed.store.store.remove([key], force=True)
+    evict(bed.store.store, [key])
     assert succeeded(bed.save(LAYERS, keys, pages).end()[0]).failures == {}
     bed.load(LAYERS, keys, targets).result()
     bed.check_loaded(targets)

@@ -106,15 +106,15 @@ class Calls:
         """Read whole objects; byte counts, or negative codes."""
         return self._hung.read(partial(self._many, "batch_get_into"), keys, addresses, sizes)
 
-    def remove(self, keys: Sequence[str], force: bool) -> list[int]:
-        """Delete objects."""
-        return self._many("batch_remove", keys, force)
+    def remove(self, keys: Sequence[str]) -> list[int]:
+        """Delete objects that are not leased."""
+        return self._many("batch_remove", keys, False)
 
-    def remove_under(self, prefix: str, force: bool) -> int:
-        """Delete all objects whose keys begin so; return how many, or a negative code."""
+    def remove_under(self, prefix: str) -> int:
+        """Delete all unleased objects whose keys begin so; return how many, or a negative code."""
         with self.gate:
             self.breaker.check()
-            count = int(self.client.remove_by_regex("^" + re.escape(prefix), force))
+            count = int(self.client.remove_by_regex("^" + re.escape(prefix), False))
         if count in codes.OUTAGE_CODES:
             raise self._outage(count, "remove_by_regex")
         return count

@@ -145,22 +145,25 @@ class MooncakeStore:
             )
         return results
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[ObjectResult]:
-        """Delete objects; `force` deletes leased ones too, under the feet of their readers."""
+    def remove(self, keys: Sequence[str]) -> list[ObjectResult]:
+        """Delete objects; those that are leased stay."""
         self._calls.gate.home.check()
         check_keys(keys)
         step = self._config.max_call_objects
         results: list[ObjectResult] = []
         for first in range(0, len(keys), step):
-            answers = self._calls.remove(keys[first : first + step], force)
+            answers = self._calls.remove(keys[first : first + step])
             results += [STORED if code == 0 else codes.failure(code) for code in answers]
         return results
 
-    def remove_under(self, prefix: str, *, force: bool = False) -> int:
-        """Delete all objects whose keys begin with `prefix`; return how many were."""
+    def remove_under(self, prefix: str) -> int:
+        """Delete all objects whose keys begin with `prefix`; return how many were.
+
+        Those that are leased or being written stay.
+        """
         if not prefix:
             raise ArgumentError("prefix is empty, wanted the beginning of some keys")
-        count = self._calls.remove_under(prefix, force)
+        count = self._calls.remove_under(prefix)
         if count < 0:
             raise _refused(f"removing what begins with {prefix!r}", count)
         return count

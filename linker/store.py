@@ -168,12 +168,18 @@ class Store(Protocol):
         """
         ...
 
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[ObjectResult]:
-        """Delete objects; per key STORED (done), MISSING or FAILED (leased, unless `force`)."""
+    def remove(self, keys: Sequence[str]) -> list[ObjectResult]:
+        """Delete objects; per key STORED (done), MISSING or FAILED.
+
+        Objects that are leased stay, and FAIL: somebody reads them. They can be removed once all
+        leases have ended, which every question about them renews.
+        """
         ...
 
-    def remove_under(self, prefix: str, *, force: bool = False) -> int:
+    def remove_under(self, prefix: str) -> int:
         """Delete all objects whose keys begin with `prefix`; return how many were.
+
+        Objects that are leased, or being written, stay and are not counted.
 
         Raises:
             StoreUnavailable, StoreClosed: it could not be asked.

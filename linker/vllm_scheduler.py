@@ -320,9 +320,7 @@ class SchedulerSide:
             log.warning("reset refused: %d saves are in flight", self.held.num_unstored)
             return False
         try:
-            removed = sum(
-                self._store.remove_under(prefix, force=True) for prefix in self.prefixes.stems()
-            )
+            removed = sum(self._store.remove_under(prefix) for prefix in self.prefixes.stems())
         except KVFerryError as error:
             log.error("reset failed: %s", error)
             return False

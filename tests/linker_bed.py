@@ -8,6 +8,7 @@ import torch
 
 from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
+from kvferry.linker.eviction import evict
 from kvferry.linker.linker import Linker
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.staging import StagingBuffer
@@ -135,7 +136,7 @@ class Bed:
             (got,) = self.store.store.get([key], [staging.address], [size])
             assert got.outcome is Outcome.FETCHED
             staging.tensor[self.layout.layer_offsets[space][layer] + 5] ^= 0x10
-            self.store.store.remove([key], force=True)
+            evict(self.store.store, [key])
             (put,) = self.store.store.put([key], [staging.address], [size])
             assert put.outcome is Outcome.STORED
         finally:

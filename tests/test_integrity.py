@@ -13,6 +13,7 @@ from kvferry.errors import TransferFailed
 from kvferry.identity import ModelIdentity
 from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
+from kvferry.linker.eviction import evict
 from kvferry.linker.layer_save import LayerSave
 from kvferry.linker.linker import Linker
 from kvferry.linker.mooncake import MooncakeStore
@@ -96,7 +97,7 @@ class Bed:
         assert got.outcome is Outcome.FETCHED
         data = bytearray(self.scratch.tensor[:size].numpy().tobytes())
         data = change(data) or data
-        self.store.remove([key], force=True)
+        evict(self.store, [key])
         self.scratch.tensor[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
         (put,) = self.store.put([key], [address], [len(data)])
         assert put.outcome is Outcome.STORED

@@ -14,6 +14,7 @@ from linker_bed import Bed, ids, keys
 
 from kvferry.errors import ArgumentError, StoreError, TransferFailed
 from kvferry.linker import layer_loader
+from kvferry.linker.eviction import evict
 from kvferry.linker.layer_load import LayerLoad, LoadRequest
 from kvferry.linker.linker import Linker
 from kvferry.linker.plan import stride_bytes
@@ -247,7 +248,7 @@ def test_each_request_has_its_own_verdict(bed: Bed) -> None:
     linker = bed.linker(groups=GROUPS, miss_ttl_s=5)
     saved(bed, linker, 4)
     (gone,) = linker.keys.object_keys(["page-3"], "swa")
-    bed.store.store.remove([gone], force=True)
+    evict(bed.store.store, [gone])
     load = linker.load_batch(
         [LoadRequest(keys(3), ids(bed, 32, 3)), LoadRequest(keys(4), ids(bed, 40, 4))]
     ).start()

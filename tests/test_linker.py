@@ -14,6 +14,7 @@ from linker_bed import HYBRID, Bed, ids, keys
 from kvferry.errors import ArgumentError, StoreUnavailable, TransferFailed
 from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
+from kvferry.linker.eviction import evict
 from kvferry.linker.linker import Linker
 from kvferry.linker.plan import stride_bytes
 from kvferry.linker.staging import StagingBuffer
@@ -119,7 +120,7 @@ def test_lookups_are_remembered_and_ask_in_one_call(bed: Bed) -> None:
     assert linker.lookup(keys(5)) == [1, 2, 3, 4]
     assert bed.store.calls == [("exists", 3)]
     time.sleep(0.6)
-    bed.store.store.remove(linker.keys.object_keys(["page-2"], "full"), force=True)
+    evict(bed.store.store, linker.keys.object_keys(["page-2"], "full"))
     assert linker.lookup(keys(4)) == [1, 2]
 
 
@@ -127,7 +128,7 @@ def test_a_load_that_misses_an_object_fails_whole_and_is_remembered(bed: Bed) ->
     linker = bed.linker(miss_ttl_s=0.6)
     linker.save(keys(4), bed.fill(0, 4)).result()
     (gone,) = linker.keys.object_keys(["page-1"], "swa")
-    bed.store.store.remove([gone], force=True)
+    evict(bed.store.store, [gone])
     bed.store.calls.clear()
     load = linker.load(keys(4), ids(bed, 32, 4))
     with pytest.raises(TransferFailed, match="1 of 4 objects") as caught:
@@ -179,7 +180,7 @@ def test_an_object_of_another_size_never_reaches_the_pools(bed: Bed) -> None:
     linker = bed.linker()
     linker.save(keys(3), bed.fill(0, 3)).result()
     (victim,) = linker.keys.object_keys(["page-1"], "full")
-    bed.store.store.remove([victim], force=True)
+    evict(bed.store.store, [victim])
     staging = StagingBuffer(1 << 16, device=torch.device("cpu"))
     staging.register(bed.store.store)
     for num_bytes in (bed.layout.object_bytes["full"] - 16, bed.layout.object_bytes["full"] + 16):
@@ -189,7 +190,7 @@ def test_an_object_of_another_size_never_reaches_the_pools(bed: Bed) -> None:
             linker.load(keys(3), {"full": [32, 33, 34]}, partial=True).result()
         assert caught.value.causes[victim].startswith("wrong size")
         check_poison(bed.layout, "full", range(3))
-        bed.store.store.remove([victim], force=True)
+        evict(bed.store.store, [victim])
     staging.unregister()
 
 
@@ -364,7 +365,7 @@ def test_pages_that_are_not_trusted_are_missing_until_written_anew(bed: Bed) -> 
     linker.distrust(keys(3)[2:])
     assert linker.lookup(keys(3)) == [1, 2]
     for space in bed.layout.spaces:
-        bed.store.remove(linker.keys.object_keys(keys(3)[2:], space), force=True)
+        evict(bed.store, linker.keys.object_keys(keys(3)[2:], space))
     linker.save(keys(3), ids(bed, 0, 3)).result()
     assert linker.lookup(keys(3)) == [1, 2, 3]
 

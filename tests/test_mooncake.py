@@ -16,6 +16,7 @@ from kvferry.errors import ArgumentError, StoreClosed, StoreError, StoreUnavaila
 from kvferry.linker import mooncake as mooncake_module
 from kvferry.linker import mooncake_config
 from kvferry.linker.codes import code_name
+from kvferry.linker.eviction import evict
 from kvferry.linker.master import LocalMaster
 from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
 from kvferry.linker.owner import LocalOwner
@@ -64,7 +65,7 @@ def test_put_get_exists_remove(mooncake_store, make_memory, unique):
     assert not memory.bytes[used:].any()
 
     assert store.remove(keys[:1]) == [ObjectResult(Outcome.FAILED, "OBJECT_HAS_LEASE")]
-    assert outcomes(store.remove(keys, force=True)) == [Outcome.STORED] * 6
+    assert outcomes(evict(store, keys)) == [Outcome.STORED] * 6
     assert outcomes(store.remove(keys[:1])) == [Outcome.MISSING]
     assert store.exists(keys) == [False] * 6
     assert store.get(keys[:1], sources[:1], sizes[:1]) == [
@@ -219,7 +220,7 @@ def test_long_lists_are_split(local_master, local_owner, make_memory, unique):
         assert outcomes(store.get(keys, addresses, sizes)) == [Outcome.FETCHED] * len(keys)
         used = sum(sizes)
         np.testing.assert_array_equal(memory.bytes[:used], expected[:used])
-        assert outcomes(store.remove(keys, force=True)) == [Outcome.STORED] * len(keys)
+        assert outcomes(evict(store, keys)) == [Outcome.STORED] * len(keys)
 
 
 @pytest.mark.mooncake

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvferry.errors import ArgumentError, StoreClosed, StoreError, StoreUnavailable
 from kvferry.linker import patience
 from kvferry.linker.coverage import Coverage
+from kvferry.linker.eviction import evict
 from kvferry.linker.master import LocalMaster
 from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
 from kvferry.linker.owner import LocalOwner
@@ -278,7 +279,7 @@ def test_session_that_was_taken_over_fails_and_frees_its_key(
             assert session.finish()[0].outcome is Outcome.FAILED
         assert outcomes(store.get([key], [ours.address(0)], [KIB])) == [Outcome.FETCHED]
         assert (ours.bytes == 7).all()
-        store.remove([key], force=True)
+        evict(store, [key])
         with store.put_session([key], [KIB]) as again:  # Mooncake's entry was cleared
             assert outcomes(again.start_results()) == [Outcome.STORED]
 
@@ -519,7 +520,7 @@ def test_lease_is_renewed_while_a_session_lives(short_store, make_memory, unique
             time.sleep(pause_s)
             assert outcomes(session.read([key], *lists)) == [Outcome.FETCHED]
         assert short_store.remove([key]) == [ObjectResult(Outcome.FAILED, "OBJECT_HAS_LEASE")]
-        short_store.remove([key], force=True)
+        evict(short_store, [key])
         time.sleep(0.6)
         assert outcomes(session.read([key], *lists)) == [Outcome.MISSING]
 

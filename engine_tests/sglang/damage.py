@@ -8,6 +8,7 @@ from prompts import Request, tokens
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from tree import POISON, Engine
 
+from kvferry.linker.eviction import evict
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Outcome
 from kvferry.testing import pages_of
@@ -26,7 +27,7 @@ def object_key(engine: Engine, prompt: Sequence[int], page: int, space: str) -> 
 
 def remove(engine: Engine, prompt: Sequence[int], page: int, space: str) -> None:
     """Take an object out of the store, as its eviction does."""
-    (result,) = engine.store.remove([object_key(engine, prompt, page, space)], force=True)
+    (result,) = evict(engine.store, [object_key(engine, prompt, page, space)])
     assert result.outcome is Outcome.STORED
 
 
@@ -41,7 +42,7 @@ def corrupt(engine: Engine, prompt: Sequence[int], page: int, space: str) -> Non
         (got,) = store.get([key], [staging.address], [size])
         assert got.outcome is Outcome.FETCHED
         staging.tensor[engine.layout.object_bytes[space] // 2] ^= 0x10
-        store.remove([key], force=True)
+        evict(store, [key])
         (put,) = store.put([key], [staging.address], [size])
         assert put.outcome is Outcome.STORED
     finally:

@@ -7,6 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from rank_processes import join
 
+from kvferry.linker.eviction import evict
+
 RID = "request"
 
 
@@ -102,7 +104,7 @@ class TreeRank:
 
     def remove(self, branch: int, num_pages: int, page: int) -> None:
         """Take a page's object out of the store."""
-        (result,) = self.tree.store.remove([self.object_keys(branch, num_pages)[page]], force=True)
+        (result,) = evict(self.tree.store, [self.object_keys(branch, num_pages)[page]])
         assert result.outcome.value == "stored"
 
     def found(self, branch: int, num_pages: int) -> int:

@@ -10,6 +10,7 @@ from engine import Engine, prompt
 from hooked import Do, Pause
 
 from kvferry.errors import StoreUnavailable
+from kvferry.linker.eviction import evict, evict_under
 from kvferry.linker.store import ObjectResult, Outcome
 
 Make = Callable[..., Engine]
@@ -19,7 +20,7 @@ POLICIES = ("recompute", "fail")
 def lose(engine: Engine) -> Do:
     """Let all objects of an engine's model vanish between lookup and load."""
     plan, store = engine.connector._plan, engine.stores[0]
-    return Do(lambda: [store.remove_under(stem, force=True) for stem in plan.prefixes.stems()])
+    return Do(lambda: [evict_under(store, stem) for stem in plan.prefixes.stems()])
 
 
 def check(*engines: Engine) -> None:
@@ -74,7 +75,7 @@ def test_one_of_several_loads_fails(policy: str, make: Make) -> None:
     ((gone,),) = second.connector._plan.prefixes.object_keys(group, save.pages[0].keys[3:4])
     asked = [second.add(prompt(200, branch=branch)) for branch in range(3)]
     store = second.stores[0]
-    store.before["get"] = Do(lambda: store.remove([gone], force=True))
+    store.before["get"] = Do(lambda: evict(store, [gone]))
     second.run()
     assert [answer.is_right for answer in asked] == [policy == "recompute", True, True]
     check(first, second)

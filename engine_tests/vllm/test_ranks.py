@@ -12,6 +12,7 @@ from test_failures import check
 from vllm.config import ModelConfig
 
 from kvferry.linker import vllm_setup
+from kvferry.linker.eviction import evict
 
 Make = Callable[..., Engine]
 
@@ -60,7 +61,7 @@ def test_a_hit_needs_the_objects_of_both(make_pair: Make) -> None:
     first.ask(prompt(200))
     ours, theirs = keys_of_rank(first, 0), keys_of_rank(first, 1)
     assert not set(ours) & set(theirs)
-    second.stores[0].remove([theirs[8]], force=True)
+    evict(second.stores[0], [theirs[8]])
     answer = second.ask(prompt(200))
     assert answer.is_right
     assert answer.num_external == 8 * 16
@@ -75,7 +76,7 @@ def test_a_load_that_fails_on_one_rank(rank: int, loads: str, make_pair: Make) -
     first, second = make_pair(), make_pair(settings={"loads": loads}, scheduler=chunks)
     first.ask(prompt(200))
     store = second.stores[rank]
-    vanish = lambda: store.remove([keys_of_rank(first, rank)[5]], force=True)  # noqa: E731
+    vanish = lambda: evict(store, [keys_of_rank(first, rank)[5]])  # noqa: E731
     store.before["get" if loads == "async" else "get_session"] = Do(vanish)
     answer = second.ask(prompt(300), 4)
     assert answer.is_right
@@ -133,7 +134,7 @@ def test_pipeline_stages(name: str, cut: int, make_stages: Make) -> None:
     assert not set(keys_of_rank(first, 0)) & set(keys_of_rank(first, 1))
     answer = second.ask(prompt(200), 4)
     assert (answer.num_external, answer.is_right) == (192, True)
-    second.stores[0].remove([keys_of_rank(first, 1)[-1]], force=True)
+    evict(second.stores[0], [keys_of_rank(first, 1)[-1]])
     second.flush()
     assert second.ask(prompt(200), 4).num_external < 192
     check(first, second)
