@@ -99,6 +99,7 @@ class _Run:
         self._parts_left = [0] * len(load.groups)
         self._next_group = 0
         self._session: GetSession | None = None
+        self._causes: dict[str, str] = {}  # objects that cannot be had, not told yet
 
     @ranged(lambda run: of_rows("load", run._load.rows))
     def carry_out(self) -> None:
@@ -125,6 +126,7 @@ class _Run:
                 self._land()
             while self._batch.lacking:
                 self._rescue()
+            self._tell_causes()
             self._signal()
             while self._landing:
                 self._retire()
@@ -234,7 +236,8 @@ class _Run:
             self._retire()
         # Where reads are shared, later: in an order that does not depend on how threads take turns.
         if self._batch.lacking and self._store is self._loader._store:
-            self._rescue(waits=False)
+            while self._rescue(waits=False) and self._causes:  # all that fail, to be told together
+                pass
         self._signal()
 
     def _retire(self) -> None:
@@ -255,7 +258,8 @@ class _Run:
         taken = load.counter_set
         while self._next_group < len(load.groups):
             first, end = load.groups[self._next_group]
-            if self._parts_left[self._next_group] or self._batch.lacks_before(end):
+            is_there = not self._parts_left[self._next_group] and not self._causes
+            if not is_there or self._batch.lacks_before(end):
                 return
             with self._loader.lane.work(load.behind) as fences:
                 taken.counters.signal(load.step, first, end)
@@ -264,23 +268,25 @@ class _Run:
             self._next_group += 1
         load.complete = True
 
-    def _rescue(self, *, waits: bool = True) -> None:
-        """Fetch the objects whole that could not be read by ranges, as many as fit."""
+    def _rescue(self, *, waits: bool = True) -> bool:
+        """Fetch the objects whole that could not be read by ranges, as many as fit; if any."""
         plan, rows = self._batch.next_lacking(self._loader._part_bytes)
         if plan is None:
-            return
+            return False
         span = self._acquire(plan.staging_bytes) if waits else self._try_acquire(plan.staging_bytes)
         if span is None:
-            return
+            return False
         attempts = Attempts()
         try:
             checked, causes = self._fetch_whole(plan, span, attempts)
-            if causes:
-                self._fail_rows(causes)
+            self._causes |= causes
             wait(self._batch.unpack_whole(plan, rows, span, checked, causes))
         finally:
             self._load.timings.wire_us += attempts.wire_us
             span.release(after_s=attempts.drain_s)
+        if attempts.drain_s or not self._batch.lacking:  # a slow failure would be slow again
+            self._tell_causes()
+        return True
 
     @ranged(lambda _, plan, span, attempts: of_plans("wire", [plan], "objects"))
     def _fetch_whole(
@@ -301,6 +307,12 @@ class _Run:
             return None, causes
         checked = self._loader._seal.verify(plan, span)
         return checked, {**checked.faults, **causes}
+
+    def _tell_causes(self) -> None:
+        """Fail the requests whose objects could not be had, each with all of its causes."""
+        causes, self._causes = self._causes, {}
+        if causes:
+            self._fail_rows(causes)
 
     def _fail_rows(self, causes: dict[str, str]) -> None:
         """Fail the requests that need objects which cannot be had."""

@@ -154,6 +154,11 @@ class _Run:
                 save.progress.num_existing += 1
             elif result.outcome is not Outcome.STORED:
                 self._failures[key] = reason_of(result)
+        self._saver._existence.mark_stored(
+            key
+            for key, result in zip(keys, results, strict=True)
+            if result.outcome is Outcome.EXISTS
+        )
         opened = iter(result.outcome is Outcome.STORED for result in results)
         selected = [plan.select([next(opened) for _ in plan.keys]) for plan in plans]
         return [plan for plan in selected if plan.keys]

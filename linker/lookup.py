@@ -63,6 +63,7 @@ class ExistenceCache:
         self._failure_ttl_s = failure_ttl_s
         self._known: dict[str, tuple[float, bool]] = {}
         self._spoilt: dict[str, _Spoilt] = {}
+        self._num_stored = 0  # calls of `mark_stored`
         self._lock = threading.Lock()
 
     def ask(self, store: Store, keys: Sequence[str]) -> list[bool]:
@@ -78,13 +79,15 @@ class ExistenceCache:
         unknown = [key for key, answer in zip(keys, answers, strict=True) if answer is None]
         if not unknown:
             return [bool(answer) for answer in answers]
+        num_stored = self._num_stored
         fresh = iter(store.exists(unknown))
         merged = [next(fresh) if answer is None else answer for answer in answers]
         self._remember(
             (
                 (key, new)
                 for key, new, old in zip(keys, merged, answers, strict=True)
-                if old is None
+                # A «no» may be of before something was stored here meanwhile.
+                if old is None and (new or num_stored == self._num_stored)
             ),
             self._answer_ttl_s,
         )
@@ -105,6 +108,7 @@ class ExistenceCache:
         # To ask for what is to be removed would lease it.
         asked = [key for key in keys if key not in spoilt] if spoilt else keys
         answers = store.exists(asked)
+        self._forget_misses(key for key, there in zip(asked, answers, strict=True) if there)
         if spoilt:
             fresh = iter(answers)
             answers = [key not in spoilt and next(fresh) for key in keys]
@@ -151,10 +155,18 @@ class ExistenceCache:
     def mark_stored(self, keys: Iterable[str]) -> None:
         """Remember that these objects exist, whatever failed before."""
         with self._lock:
+            self._num_stored += 1
             for key in (stored := list(keys)):
                 self._known.pop(key, None)
                 self._spoilt.pop(key, None)
         self._remember(((key, True) for key in stored), self._answer_ttl_s)
+
+    def _forget_misses(self, keys: Iterable[str]) -> None:
+        """Forget what failed or was missing before, of objects that the store has told to exist."""
+        with self._lock:
+            for key in keys:
+                if not self._known.get(key, (0.0, True))[1]:
+                    del self._known[key]
 
     def mark_failed(self, keys: Iterable[str]) -> None:
         """Remember that loading these objects failed: they count as missing for a while."""

@@ -220,6 +220,55 @@ def test_kernels_move_groups_as_torch_does(bed: Bed) -> None:
     bed.check(12, range(2))
 
 
+@pytest.mark.parametrize("layerwise", [True, False])
+@pytest.mark.parametrize("lookup_ttl_s", [0.0, 60.0])
+def test_a_save_of_what_exists_ends_a_remembered_miss(
+    bed: Bed, layerwise: bool, lookup_ttl_s: float
+) -> None:
+    linker = bed.linker(groups=GROUPS, miss_ttl_s=60.0, lookup_ttl_s=lookup_ttl_s)
+    saved(bed, linker, 2)
+    linker.distrust(keys(2))
+    assert linker.lookup(keys(2)) == []
+    again: Any = linker.save(keys(2), bed.fill(0, 2), layerwise=layerwise)
+    if layerwise:
+        again.all_written()
+    assert again.result().num_existing == 6
+    assert linker.lookup(keys(2)) == [1, 2]
+
+
+def test_what_another_stores_before_the_session_ends_a_remembered_miss(bed: Bed) -> None:
+    linker = bed.linker(groups=GROUPS, miss_ttl_s=60.0)
+    saved(bed, linker, 2)
+    linker.distrust(keys(2))
+    bed.store.before["exists"] = lambda names: [False] * len(names)  # asked too early
+    save = linker.save(keys(2), bed.fill(0, 2), layerwise=True)
+    save.all_written()
+    assert save.result().num_existing == 6
+    del bed.store.before["exists"]
+    assert linker.lookup(keys(2)) == [1, 2]
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 12, 1 << 20])
+def test_a_failure_names_every_object_that_cannot_be_had(bed: Bed, part_bytes: int) -> None:
+    linker = bed.linker(groups=GROUPS, part_bytes=part_bytes)
+    saved(bed, linker, 8)
+    gone = [
+        *linker.keys.object_keys(keys(8)[1:7], "full"),
+        *linker.keys.object_keys(keys(8)[2:3], "swa"),
+        *linker.keys.object_keys(keys(8)[7:], "state"),
+    ]
+    bed.store.store.remove(gone, force=True)
+    load = linker.load(keys(8), ids(bed, 32, 8), layerwise=True).start()
+    assert read_all(load)[0] in ("failed", "landed")
+    with pytest.raises(
+        TransferFailed, match=f"{len(gone)} of 24 objects could not be had"
+    ) as caught:
+        load.result()
+    assert sorted(caught.value.causes) == sorted(gone)
+    assert set(caught.value.causes.values()) == {"missing (OBJECT_NOT_FOUND)"}
+    assert linker._existence.ask(bed.store, gone) == [False] * len(gone)
+
+
 # ---- batches ----
 
 

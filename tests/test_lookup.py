@@ -66,6 +66,29 @@ def test_answers_and_failures_have_their_own_time(store: Any) -> None:
 
 
 @pytest.mark.parametrize("answer_ttl_s", [0.0, 60.0])
+def test_what_a_save_finds_is_not_missing_any_more(answer_ttl_s: float, store: Any) -> None:
+    cache = ExistenceCache(answer_ttl_s, 60.0)
+    cache.mark_failed(KEYS)
+    assert cache.before_save(store, KEYS).exists == [True, True, False]
+    assert cache.ask(store, KEYS) == [True, True, False]
+
+
+def test_a_no_of_before_the_save_is_not_remembered(store: Any) -> None:
+    cache = ExistenceCache(60.0, 60.0)
+    exists = store.exists
+
+    def slow(keys: Sequence[str]) -> list[bool]:
+        answers: list[bool] = exists(keys)
+        store.keys.add("c")
+        cache.mark_stored(["c"])
+        return answers
+
+    store.exists = slow
+    assert cache.ask(store, KEYS) == [True, True, False]
+    assert cache.ask(store, KEYS) == [True, True, True]
+
+
+@pytest.mark.parametrize("answer_ttl_s", [0.0, 60.0])
 def test_what_is_stored_anew_is_not_missing_any_more(answer_ttl_s: float, store: Any) -> None:
     cache = ExistenceCache(answer_ttl_s, 60.0)
     cache.mark_failed(["a", "b"])
