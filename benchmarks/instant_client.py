@@ -131,7 +131,10 @@ class InstantClient:
             if starts[-1] + lengths[-1] == self._sizes[key]:
                 kept = self._ends.get(key, b"")[-lengths[-1] :]
                 ctypes.memmove(places[-1] + lengths[-1] - len(kept), kept, len(kept))
-        return [sum(lengths) for lengths in sizes]
+        return [
+            sum(lengths) if starts[-1] + lengths[-1] <= self._sizes[key] else -600
+            for key, lengths, starts in zip(keys, sizes, offsets, strict=True)
+        ]
 
     @_noted
     def batch_put_from(

@@ -88,12 +88,6 @@ def test_a_bad_object_fails_its_request_alone(bed: Bed, form: Form, name: str) -
     load = bed.load(form, keys, targets)
     with within(SLACK_S):
         ends = load.end()
-    if form.by_layer and name == "long":
-        # What is behind an object's end is not fetched; what is before it is verified.
-        assert [words(end) for end in ends] == [[]] * len(ends)
-        bed.check_loaded(targets)
-        bed.check_after(form)
-        return
     assert words(ends[-1]) == [cause]
     assert list(reasons(ends[-1])) == [bad]
     if form.name == "batch":

@@ -122,6 +122,7 @@ class _Run:
                 ahead = loader._fetch_ahead if part.group else loader._first_parts
                 while len(self._fetching) > ahead or self._is_first_there():
                     self._land()
+            too_long = self._too_long()  # while the last parts are on the wire
             while self._fetching:
                 self._land()
             while self._batch.lacking:
@@ -131,7 +132,7 @@ class _Run:
             while self._landing:
                 self._retire()
             begin_s = time.perf_counter()
-            faults = self._batch.faults()
+            faults = too_long | self._batch.faults()
             load.timings.seal_us += _us_since(begin_s)
             if faults:
                 self._fail_rows(faults)
@@ -162,6 +163,19 @@ class _Run:
                     if result.outcome is not Outcome.FETCHED
                 }
             )
+
+    def _too_long(self) -> dict[str, str]:
+        """Return what has more bytes than its object should: object key to reason.
+
+        Ranges do not tell: they read what belongs to the object, and that may be right.
+        """
+        if self._session is None:
+            return {}
+        plans = [rows.plan for rows in self._load.rows.values()]
+        sizes = {key: plan.size_bytes for plan in plans for key in plan.keys}
+        longer = self._session.longer(list(sizes), list(sizes.values()))
+        reason = reason_of(ObjectResult(Outcome.WRONG_SIZE))
+        return {key: reason for key, is_longer in zip(sizes, longer, strict=True) if is_longer}
 
     def _fetch(self, part: GroupPart) -> None:
         """Hand a part to the wire, unless none of its rows is wanted that way any more."""

@@ -209,6 +209,9 @@ class _SharedSession:
         columns = (addresses, sizes, offsets)
         return self._shared.call(self._load, "read", self._session.read, keys, columns)
 
+    def longer(self, keys: Sequence[str], sizes: Sequence[int]) -> list[bool]:
+        return self._session.longer(keys, sizes)
+
     def close(self) -> None:
         self._session.close()
 

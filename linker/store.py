@@ -109,6 +109,10 @@ class GetSession(Protocol):
         """Fetch one range per key, from `offsets[i]` of its object."""
         ...
 
+    def longer(self, keys: Sequence[str], sizes: Sequence[int]) -> list[bool]:
+        """Return, per key, whether its object has more than `sizes[i]` bytes; asks nobody."""
+        ...
+
     def close(self) -> None:
         """Let the objects go. Repeating it does nothing."""
         ...

@@ -257,7 +257,7 @@ def test_a_failure_names_every_object_that_cannot_be_had(bed: Bed, part_bytes: i
         *linker.keys.object_keys(keys(8)[2:3], "swa"),
         *linker.keys.object_keys(keys(8)[7:], "state"),
     ]
-    bed.store.store.remove(gone, force=True)
+    evict(bed.store.store, gone)
     load = linker.load(keys(8), ids(bed, 32, 8), layerwise=True).start()
     assert read_all(load)[0] in ("failed", "landed")
     with pytest.raises(

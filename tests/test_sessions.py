@@ -436,6 +436,10 @@ def test_ranges_are_read_exactly(mooncake_store, make_memory, unique):
             keys, [target.address(0), target.address(MIB)], [2, 2], [MIB - 1, MIB - 2]
         )
         assert outcomes(results) == [Outcome.WRONG_SIZE, Outcome.FETCHED]
+        # Of longer objects than asked for, no range tells; the client knows.
+        names, sizes = [*keys, absent], [MIB, MIB - 1, 1]
+        assert session.longer(names, sizes) == [False, True, False]
+        assert session.longer(names, [MIB + 1, MIB, MIB]) == [False] * 3
         np.testing.assert_array_equal(target.bytes[MIB : MIB + 2], source.bytes[-2:])
         target.bytes[MIB : MIB + 2] = source.bytes[MIB : MIB + 2]
     np.testing.assert_array_equal(target.bytes, source.bytes)
