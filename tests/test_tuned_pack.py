@@ -17,7 +17,6 @@ from kvferry.launch import LaunchConfig
 from kvferry.layout import CacheLayout
 from kvferry.linker import crew
 from kvferry.linker.config import LinkerConfig
-from kvferry.linker.keys import KeyScheme
 from kvferry.linker.seal import Seal
 from kvferry.linker.streams import Lane
 from kvferry.testing import (
@@ -178,5 +177,5 @@ def test_a_linkers_budget_reaches_its_packers(bed: Bed, monkeypatch: pytest.Monk
 
 def test_objects_are_summed_under_the_budget(layout: CacheLayout, device: torch.device) -> None:
     for packer in (Packer(layout, "full", max_programs=3), Packer(layout, "full")):
-        seal = Seal({"full": packer}, KeyScheme.of(packer.layout, "n"), Lane(device), "auto")
+        seal = Seal({"full": packer}, Lane(device), "auto")
         assert seal._sums["full"]._config == LaunchConfig(max_programs=packer.max_programs)
