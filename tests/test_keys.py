@@ -1,10 +1,12 @@
 """Keys: different pages never share one, and bad ones are refused."""
 
+from dataclasses import fields, replace
+
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from kvferry.errors import ArgumentError
+from kvferry.errors import ArgumentError, LayoutError
 from kvferry.identity import ModelIdentity
 from kvferry.layout import CacheLayout
 from kvferry.linker.keys import (
@@ -109,6 +111,45 @@ def test_objects_without_trailers_have_keys_of_their_own() -> None:
         for each in (True, False)
     )
     assert unsealed == sealed + ".unsealed"
+
+
+short = st.sampled_from(["", "a", "b", "a/b", "ü"])
+pairs = st.sampled_from([(0, 1), (0, 2), (1, 2), (1, 3)])
+
+
+@st.composite
+def identities(draw: st.DrawFn) -> ModelIdentity:
+    pp = draw(pairs)
+    return ModelIdentity(
+        *(draw(short) for _ in range(4)),
+        tp=draw(pairs),
+        pp=pp,
+        cp=draw(pairs),
+        dcp=draw(pairs),
+        config=draw(short),
+        generation=draw(short),
+        layers=None if pp[1] == 1 else draw(st.sampled_from([(0, 2), (1, 3), (1, 4)])),
+    )
+
+
+@given(identities(), st.data())
+def test_one_key_means_one_identity_or_one_but_for_its_rank(
+    one: ModelIdentity, data: st.DataObject
+) -> None:
+    """Every field tells, of each index space; of a replicated one all but the tensor-parallel."""
+    changed = data.draw(st.sets(st.sampled_from([field.name for field in fields(one)]), max_size=2))
+    drawn = data.draw(identities())
+    try:
+        other = replace(one, **{name: getattr(drawn, name) for name in changed})
+    except LayoutError:
+        reject()
+    keys = []
+    for identity in (one, other):
+        layout = CacheLayout.from_description(description("kimi-linear-48b"), identity=identity)
+        scheme = KeyScheme.of(layout, "prod", {"full"})
+        keys.append([scheme.object_keys(["k"], space)[0] for space in ("full", "state")])
+    assert (keys[0][1] == keys[1][1]) == (one == other)
+    assert (keys[0][0] == keys[1][0]) == (replace(one, tp=(0, 1)) == replace(other, tp=(0, 1)))
 
 
 def test_replicated_spaces_name_no_rank() -> None:

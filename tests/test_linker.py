@@ -12,6 +12,7 @@ import torch
 from linker_bed import HYBRID, Bed, ids, keys
 
 from kvferry.errors import ArgumentError, StoreUnavailable, TransferFailed
+from kvferry.identity import ModelIdentity
 from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
 from kvferry.linker.eviction import evict
@@ -22,7 +23,7 @@ from kvferry.linker.store import ObjectResult, Outcome
 from kvferry.linker.streams import Fence
 from kvferry.linker.transfer import Ended, Transfer
 from kvferry.pools import PoolTensors
-from kvferry.testing import check_poison, check_telling, write_telling
+from kvferry.testing import check_poison, check_telling, make_tensors, write_telling
 
 pytestmark = pytest.mark.mooncake
 
@@ -214,6 +215,27 @@ def test_tokens_first_and_heads_first_are_never_mixed_up(bed: Bed) -> None:
         heads_first.load(keys(2), [2, 3]).result()
     assert caught.value.cause == "missing"
     assert not tensors[1].any()
+
+
+def test_stages_that_are_cut_in_other_places_never_meet(bed: Bed) -> None:
+    """Rank 1 of 3 with layers 20..39, and with 21..40: as many layers, but not the same ones."""
+    namespace, linkers = f"stages-{time.monotonic_ns()}", []
+    for first in (20, 21):
+        identity = ModelIdentity("m", pp=(1, 3), layers=(first, first + 20))
+        plain = CacheLayout.from_description(HYBRID, identity=identity)
+        layout = plain.bind(make_tensors(plain, 4, bed.layout.device or "cpu"))
+        linkers.append(bed.linker(layout=layout, namespace=namespace))
+    one, other = linkers
+    pages = {space: [0, 1] for space in one.layout.spaces}
+    for space in one.layout.spaces:
+        write_telling(one.layout, space, [0, 1], [0, 1])
+    assert one.save(keys(2), pages).result().num_objects == 2 * len(pages)
+    assert one.lookup(keys(2)) == [1, 2]
+    assert other.lookup(keys(2)) == []
+    with pytest.raises(TransferFailed):
+        other.load(keys(2), pages).result()
+    for space in other.layout.spaces:
+        check_poison(other.layout, space, [])
 
 
 def test_many_transfers_at_once_from_many_threads(bed: Bed) -> None:

@@ -34,7 +34,7 @@ class ReshardSource:
 
     Attributes:
         space: the index space of the object and of the reader's pages.
-        layout: the writer rank's, unbound: its fingerprint and `identity.share` make the key.
+        layout: the writer rank's, unbound; `KeyScheme.of` makes the objects' keys of it.
         writer_page: which of the writer's pages, where a reader's page holds several; else 0.
         reader_page: which of the reader's pages, where a writer's page holds several; else 0.
         segments: for a `Packer` of the reader's layout; offsets count in the writer's object.
