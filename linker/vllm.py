@@ -24,8 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.errors import KVFerryError
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.mooncake_config import MooncakeConfig
-from kvferry.linker.staging import StagingBuffer
-from kvferry.linker.vllm_groups import read_groups
+from kvferry.linker.vllm_groups import RankKeys, read_groups
 from kvferry.linker.vllm_jobs import LoadsEnded, StepJobs
 from kvferry.linker.vllm_messages import (
     KVFerryHandshake,
@@ -34,22 +33,13 @@ from kvferry.linker.vllm_messages import (
     KVFerryStats,
     KVFerryWorkerMetadata,
 )
-from kvferry.linker.vllm_pools import read_vllm_pools
 from kvferry.linker.vllm_scheduler import SchedulerSide
 from kvferry.linker.vllm_settings import read_connector_config, read_settings
-from kvferry.linker.vllm_setup import check_config, identity_of, ranks_of, scheduler_side
+from kvferry.linker.vllm_setup import check_config, log_as_vllm, scheduler_side, worker_side
 from kvferry.linker.vllm_stats import since, totals
 from kvferry.linker.vllm_worker import CLOSE_LIMIT_S, WorkerSide
 
 log = logging.getLogger(__name__)
-
-
-def log_as_vllm(ours: logging.Logger, theirs: logging.Logger) -> None:
-    """Let our lines go where vLLM's go, unless somebody has said where ours go."""
-    if not ours.hasHandlers():
-        ours.setLevel(theirs.level)
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -72,8 +62,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._settings = read_settings(extra)
         self._config = kv_cache_config
-        self._parallel = vllm_config.parallel_config
-        groups = read_groups(kv_cache_config, self._parallel.decode_context_parallel_size)
+        groups = read_groups(
+            kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size
+        )
         self._by_layer = self._settings.connector.loads == "layerwise"
         check_config(vllm_config, kv_cache_config, by_layer=self._by_layer)
         self._scheduler: SchedulerSide | None = None
@@ -85,6 +76,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._left_loads = LoadsEnded()  # of a worker's side that went to sleep
         self._left_saves: Counter[int] = Counter()
         self._left_stored: Counter[int] = Counter()
+        self._generation = self._settings.connector.generation  # of a worker's keys
+        self._untold_keys: list[RankKeys] = []
         self._is_closed = False
         self._store = MooncakeStore(self._store_config(role))
         if role == KVConnectorRole.SCHEDULER:
@@ -130,11 +123,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: Mapping[tuple[int, int], KVFerryHandshake]
     ) -> None:
         """Take what the object keys of all workers are made of; only then is anything found."""
-        self._plan.prefixes.learn([metadata[rank].keys for rank in sorted(metadata)])
+        self._plan.learn([metadata[rank].keys for rank in sorted(metadata)])
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVFerryHandshake]) -> None:
         """As above, where there are no pipeline stages."""
-        self._plan.prefixes.learn([metadata[rank].keys for rank in sorted(metadata)])
+        self._plan.learn([metadata[rank].keys for rank in sorted(metadata)])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Take vLLM's block tables and its pool of blocks."""
@@ -173,6 +166,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._plan.held.saves_ended(told.saves)
             self._plan.held.saves_stored(told.stored)
             self._plan.loads_ended(told.loads.ended, told.loads.failed)
+            self._plan.learn_more(told.keys)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -196,10 +190,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._plan.held.come_free_soon
 
     def reset_cache(self) -> bool | None:
-        """Take all of this engine's objects out of the store, and forget what was there."""
+        """Find nothing any more that was stored so far; nothing is deleted. See `Generation`."""
         if self._scheduler is None:
             return None
-        return self._scheduler.reset()
+        self._scheduler.reset()
+        return True
 
     # ---- the workers ----
 
@@ -221,41 +216,40 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Describe the caches again, once they are awake. Idempotent."""
         if self._worker is not None:
             return
-        ranks = ranks_of(self._parallel)
-        first, _ = self._vllm_config.model_config.get_layers_start_end_indices(self._parallel)
-        pools = read_vllm_pools(
+        self._worker = worker_side(
+            self._vllm_config,
             self._config,
             self._caches,
-            first_layer=first,
-            identity=identity_of(self._vllm_config, self._settings.connector, ranks),
-        )
-        connector = self._settings.connector
-        self._worker = WorkerSide(
-            pools,
+            self._settings,
             self._store,
-            self._settings.linker,
-            lambda num_bytes, device: StagingBuffer(
-                num_bytes, device=device, memory=connector.staging_memory
-            ),
-            connector.staging_bytes,
-            loads_by_layer=self._by_layer,
-            saves_by_layer=connector.saves == "layerwise",
+            self._generation,
         )
         self._counted = {}
-        for group in pools.groups:
-            log.info(
-                "kvferry serves cache group %d: %s, %d layers, %d tokens and %d bytes a page",
-                group.group_id, group.space, len(group.layer_ids), group.layout.page_size,
-                group.layout.object_bytes[group.space],
-            )  # fmt: skip
 
     def get_handshake_metadata(self) -> KVFerryHandshake | None:
         """Return what the scheduler needs to know of this worker's keys."""
-        return None if self._worker is None else KVFerryHandshake(self._worker.group_keys())
+        keys = self._rank_keys()
+        return None if keys is None else KVFerryHandshake(keys)
+
+    def _rank_keys(self) -> RankKeys | None:
+        if self._worker is None:
+            return None
+        return RankKeys(self._generation, self._worker.group_keys())
+
+    def _go_over_to(self, generation: str) -> None:
+        """Make keys for another generation from now on, and tell the scheduler's side of them."""
+        if generation == self._generation:
+            return
+        self._generation = generation
+        if self._worker is not None:
+            self._worker.renew(generation)
+        keys = self._rank_keys()
+        self._untold_keys = [] if keys is None else [keys]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's jobs, before its forward pass."""
         super().bind_connector_metadata(connector_metadata)
+        self._go_over_to(self._jobs.generation)
         if self._worker is not None:
             self._worker.saves.begin_by_layer(self._jobs)
 
@@ -304,9 +298,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             more_saves, more_stored = self._worker.saves.take_ended()
             saves, stored = saves + more_saves, stored + more_stored
-        if not saves and not stored and not loads.ended:
+        keys, self._untold_keys = self._untold_keys, []
+        if not saves and not stored and not loads.ended and not keys:
             return None
-        return KVFerryWorkerMetadata(saves, stored, LoadsEnded(loads.ended, loads.failed))
+        return KVFerryWorkerMetadata(saves, stored, LoadsEnded(loads.ended, loads.failed), keys)
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         """Return the counters since the last call."""

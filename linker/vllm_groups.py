@@ -46,6 +46,19 @@ class GroupKeys:
 
 
 @dataclass(frozen=True)
+class RankKeys:
+    """What one rank's object keys are made of.
+
+    Attributes:
+        generation: of the weights that they are for.
+        groups: by group.
+    """
+
+    generation: str
+    groups: Mapping[int, GroupKeys]
+
+
+@dataclass(frozen=True)
 class Group:
     """A group whose blocks vLLM keeps under prefix hashes.
 
@@ -147,10 +160,6 @@ class Prefixes:
         """Yield the object keys of pages on each rank that has its own."""
         for keys in self._ranks[group.group_id]:
             yield keys.object_keys(page_keys)
-
-    def stems(self) -> list[str]:
-        """Return what the keys of all objects begin with, of every group and rank."""
-        return sorted({keys.prefix for ranks in self._ranks.values() for keys in ranks})
 
     def window_pages(self, group: Group) -> int | None:
         """Return how many pages a group's window needs."""

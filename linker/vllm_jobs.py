@@ -53,11 +53,13 @@ class StepJobs:
         loads: begun this step.
         saves: begun this step.
         is_idle: whether the step computes nothing.
+        generation: of the weights, for the keys of this step's transfers.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     is_idle: bool = False
+    generation: str = ""
 
 
 @dataclass

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvferry.linker.vllm_groups import GroupKeys
+from kvferry.linker.vllm_groups import RankKeys
 from kvferry.linker.vllm_jobs import LoadsEnded, StepJobs
 from kvferry.linker.vllm_stats import COUNTERS, in_words, together
 
@@ -29,9 +29,9 @@ class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class KVFerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler, once: by group, what its object keys are made of."""
+    """From a worker to the scheduler, at the start and whenever it wakes up."""
 
-    keys: dict[int, GroupKeys]
+    keys: RankKeys
 
 
 @dataclass
@@ -42,11 +42,13 @@ class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         saves: that read no block any more: number to how many workers.
         stored: that have ended, good or bad, likewise.
         loads: that failed within a step.
+        keys: of the workers that have gone over to another generation.
     """
 
     saves: Counter[int]
     stored: Counter[int]
     loads: LoadsEnded
+    keys: list[RankKeys] = field(default_factory=list)
 
     def aggregate(self, other: "KVFerryWorkerMetadata") -> "KVFerryWorkerMetadata":
         """Return both together."""
@@ -54,6 +56,7 @@ class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.saves + other.saves,
             self.stored + other.stored,
             self.loads.and_also(other.loads),
+            [*self.keys, *other.keys],
         )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from kvferry.errors import KVFerryError
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.store import Store
-from kvferry.linker.vllm_groups import Prefixes
+from kvferry.linker.vllm_generation import Generation
+from kvferry.linker.vllm_groups import Prefixes, RankKeys
 from kvferry.linker.vllm_held import HeldBlocks
 from kvferry.linker.vllm_jobs import GroupPages, LoadJob, SaveJob, StepJobs
 from kvferry.linker.vllm_load_plan import load_job
@@ -67,6 +68,7 @@ class SchedulerSide:
     Attributes:
         prefixes: which prefixes can be restored.
         held: blocks that saves read, and how far the saves have come.
+        generation: of the weights that the engine serves.
         num_postponed: times that a block was not saved in a step, since saves in flight held too
             many already; it is looked at again in the request's next step.
     """
@@ -83,6 +85,7 @@ class SchedulerSide:
         miss_ttl_s: float,
         min_load_tokens: int,
         max_held_share: float,
+        generation: str,
         hash_of: Callable[[Any], bytes | None],
     ) -> None:
         """Begin without any request.
@@ -99,10 +102,14 @@ class SchedulerSide:
             miss_ttl_s: how long what failed to load counts as missing.
             min_load_tokens: shorter hits are computed instead.
             max_held_share: of all blocks, what saves in flight may hold.
+            generation: of the weights, set by hand; empty if it was not.
             hash_of: the hash that one of vLLM's blocks is kept under; None if under none.
         """
         self.num_postponed = 0
         self.prefixes = prefixes
+        self.generation = Generation(generation)
+        self._num_workers = num_workers
+        self._ranks: list[RankKeys] = []  # that have told of this generation
         self.held = HeldBlocks(num_workers, max_held_share)
         self._store = store
         self._by_boundary = frozenset(by_boundary)
@@ -204,7 +211,7 @@ class SchedulerSide:
         saves = [save] if save else []
         if self._loads_by_layer:
             saves = self._delay(saves)
-        return StepJobs(loads, saves, is_idle=not num_scheduled)
+        return StepJobs(loads, saves, is_idle=not num_scheduled, generation=self.generation.current)
 
     def _delay(self, saves: list[SaveJob]) -> list[SaveJob]:
         """Return the saves that may begin: none while a load within a step may have failed.
@@ -310,20 +317,34 @@ class SchedulerSide:
         self._known.pop(request_id, None)
         self._computed.pop(request_id, None)
 
-    def reset(self) -> bool:
-        """Delete this model's objects from the store, on all ranks, and forget what was there.
+    # ---- generations ----
 
-        Returns:
-            False if they could not be deleted, or saves in flight would bring some back.
+    def learn(self, ranks: Sequence[RankKeys]) -> None:
+        """Take the keys of all ranks, at the start and whenever they wake up.
+
+        Ranks that slept while a generation ended tell of the old one: they are told with the next
+        step, and tell anew.
         """
-        if self.held.num_unstored:
-            log.warning("reset refused: %d saves are in flight", self.held.num_unstored)
-            return False
-        try:
-            removed = sum(self._store.remove_under(prefix) for prefix in self.prefixes.stems())
-        except KVFerryError as error:
-            log.error("reset failed: %s", error)
-            return False
+        self._ranks = []
+        self.learn_more(ranks)
+
+    def learn_more(self, ranks: Iterable[RankKeys]) -> None:
+        """Take the keys of some ranks; once those of all are known, prefixes can be found."""
+        self._ranks += [keys for keys in ranks if keys.generation == self.generation.current]
+        if len(self._ranks) >= self._num_workers:
+            self.prefixes.learn([keys.groups for keys in self._ranks])
+
+    def reset(self) -> None:
+        """Find nothing any more of what was stored, unless its generation was set by hand.
+
+        Nothing is deleted: others may use it. Saves in flight end under the keys that they have.
+        """
         self._existence = ExistenceCache(*self._ttls)
-        log.info("reset: %d objects deleted", removed)
-        return True
+        if not self.generation.renew():
+            return
+        self._ranks = []
+        self.prefixes.learn([])
+        self._drop_delayed()
+        # Requests that run on stand on what the old weights computed. What vLLM begins anew, it
+        # allocates anew.
+        self._known.clear()

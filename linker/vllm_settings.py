@@ -53,6 +53,7 @@ class ConnectorConfig:
         staging_memory: `device`, `pinned`, `cpu` or `auto`; see `StagingBuffer`.
         model: the model's id in keys; vLLM's if empty.
         revision: of the weights; vLLM's if empty.
+        generation: of the weights, set by hand; resets keep it. See `Generation`.
         loads: `async`: between steps; or `layerwise`: within the step that needs them, for models
             of one cache group.
         saves: `whole`: once a step has run; or `layerwise`: as it runs.
@@ -64,6 +65,7 @@ class ConnectorConfig:
     staging_memory: str = "auto"
     model: str = ""
     revision: str = ""
+    generation: str = ""
     loads: str = "async"
     saves: str = "whole"
     min_load_tokens: int = 0

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from vllm.distributed.parallel_state import (
     get_pp_group,
     get_tp_group,
@@ -12,14 +13,27 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.v1.core.kv_cache_utils import get_block_hash, resolve_kv_cache_block_sizes
 
+from kvferry.digest import config_digest
 from kvferry.errors import ArgumentError
 from kvferry.identity import ModelIdentity
+from kvferry.linker.engine_config import dtype_of_kv, kv_config, tell
+from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Store
 from kvferry.linker.vllm_groups import Group, Prefixes
+from kvferry.linker.vllm_pools import read_vllm_pools
 from kvferry.linker.vllm_scheduler import SchedulerSide
 from kvferry.linker.vllm_settings import ConnectorConfig, VllmSettings
+from kvferry.linker.vllm_worker import WorkerSide
 
 log = logging.getLogger(__name__)
+
+
+def log_as_vllm(ours: logging.Logger, theirs: logging.Logger) -> None:
+    """Let our lines go where vLLM's go, unless somebody has said where ours go."""
+    if not ours.hasHandlers():
+        ours.setLevel(theirs.level)
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
 
 
 def check_config(vllm_config: Any, kv_cache_config: Any, *, by_layer: bool) -> None:
@@ -88,10 +102,51 @@ def scheduler_side(
         miss_ttl_s=settings.linker.miss_ttl_s,
         min_load_tokens=settings.connector.min_load_tokens,
         max_held_share=settings.connector.max_held_share,
+        generation=settings.connector.generation,
         hash_of=lambda block: (
             None if block.block_hash is None else get_block_hash(block.block_hash)
         ),
     )
+
+
+def worker_side(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    caches: Mapping[str, torch.Tensor],
+    settings: VllmSettings,
+    store: Store,
+    generation: str,
+) -> WorkerSide:
+    """Describe a rank's caches, allocate its staging, and start its threads.
+
+    Raises:
+        LayoutError: a cache that is not described.
+        ArgumentError, StoreError: as `Linker`.
+    """
+    connector = settings.connector
+    parallel = vllm_config.parallel_config
+    layers = vllm_config.model_config.get_layers_start_end_indices(parallel)
+    identity, config = identity_of(vllm_config, connector, ranks_of(parallel), layers, generation)
+    pools = read_vllm_pools(kv_cache_config, caches, first_layer=layers[0], identity=identity)
+    worker = WorkerSide(
+        pools,
+        store,
+        settings.linker,
+        lambda num_bytes, device: StagingBuffer(
+            num_bytes, device=device, memory=connector.staging_memory
+        ),
+        connector.staging_bytes,
+        loads_by_layer=connector.loads == "layerwise",
+        saves_by_layer=connector.saves == "layerwise",
+    )
+    for group in pools.groups:
+        log.info(
+            "kvferry serves cache group %d: %s, %d layers, %d tokens and %d bytes a page",
+            group.group_id, group.space, len(group.layer_ids), group.layout.page_size,
+            group.layout.object_bytes[group.space],
+        )  # fmt: skip
+    tell(log, identity, next(iter(worker.linkers.values())).keys.stem, config)
+    return worker
 
 
 def ranks_of(parallel: Any) -> dict[str, tuple[int, int]]:
@@ -106,16 +161,48 @@ def ranks_of(parallel: Any) -> dict[str, tuple[int, int]]:
 
 
 def identity_of(
-    vllm_config: Any, connector: ConnectorConfig, ranks: Mapping[str, tuple[int, int]]
-) -> ModelIdentity:
-    """Return who writes these bytes: model, revision, dtype and draft as vLLM was told."""
+    vllm_config: Any,
+    connector: ConnectorConfig,
+    ranks: Mapping[str, tuple[int, int]],
+    layers: tuple[int, int],
+    generation: str,
+) -> tuple[ModelIdentity, Mapping[str, Any]]:
+    """Return who writes these bytes, as vLLM was told, and the config that it is a digest of.
+
+    Args:
+        vllm_config: the engine's.
+        connector: settings, some of which stand for what vLLM tells.
+        ranks: as `ranks_of`.
+        layers: the stage's first layer, and the one behind its last.
+        generation: of the weights.
+    """
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
-    return ModelIdentity(
+    configs = {"model": model.hf_config, "text": model.hf_text_config}
+    draft = ""
+    if speculative is not None:
+        draft = f"{speculative.method}:{speculative.model}"
+        of_draft = getattr(speculative, "draft_model_config", None)
+        if of_draft is not None:
+            draft += f":{of_draft.revision or ''}:{of_draft.quantization or ''}"
+            configs["draft"] = of_draft.hf_config
+    config = kv_config(
+        configs,
+        context_length=model.max_model_len,
+        dtype=model.dtype,
+        quantization=model.quantization,
+        quantization_config=getattr(model, "quantization_config", None),
+        is_dummy=str(vllm_config.load_config.load_format) == "dummy",
+    )
+    identity = ModelIdentity(
         model=connector.model or str(model.model),
         revision=connector.revision or str(model.revision or ""),
-        kv_dtype=f"{vllm_config.cache_config.cache_dtype}:{model.dtype}",
-        draft="" if speculative is None else f"{speculative.method}:{speculative.model}",
+        kv_dtype=dtype_of_kv(str(vllm_config.cache_config.cache_dtype), model.dtype),
+        draft=draft,
+        config=config_digest(config),
+        generation=generation,
+        layers=layers if ranks["pp"][1] > 1 else None,
         tp=ranks["tp"],
         pp=ranks["pp"],
         dcp=ranks["dcp"],
     )
+    return identity, config

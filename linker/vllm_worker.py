@@ -82,6 +82,11 @@ class WorkerSide:
                 self.linkers[group.group_id] = linker
             undo.pop_all()
 
+    def renew(self, generation: str) -> None:
+        """Go over to another generation of the weights, for what begins from now on."""
+        for linker in self.linkers.values():
+            linker.renew(generation)
+
     def group_keys(self) -> dict[int, GroupKeys]:
         """Return what this rank's object keys are made of, for the scheduler."""
         return {

@@ -263,6 +263,27 @@ MUTANTS = (
         "tests/test_sglang_generations.py",
     ),
     Mutant(
+        "a reset keeps a generation that nobody has named",
+        "linker/vllm_generation.py",
+        "if self._is_named:",
+        "if True:",
+        "tests/test_vllm_scheduler.py",
+    ),
+    Mutant(
+        "blocks that the old weights computed are saved after a reset",
+        "linker/vllm_scheduler.py",
+        "self._known.clear()",
+        "self._known.copy()",
+        "tests/test_vllm_scheduler.py",
+    ),
+    Mutant(
+        "keys of an old generation are learned from ranks that wake up",
+        "linker/vllm_scheduler.py",
+        "[keys for keys in ranks if keys.generation == self.generation.current]",
+        "list(ranks)",
+        "tests/test_vllm_scheduler.py",
+    ),
+    Mutant(
         "a batch of loads takes the key scheme anew for each request",
         "linker/linker.py",
         "self._load_of(request, scheme) for request in requests",

@@ -1,6 +1,7 @@
 """A linker goes over to another generation; what it began before keeps its keys."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -93,8 +94,8 @@ def test_all_requests_of_a_batch_are_of_one_generation(
     linker.save(keys(4), bed.fill(0, 4)).result()
     plan = Linker._plan
 
-    def renewed_between(self: Linker, *arguments: object) -> object:
-        planned = plan(self, *arguments)  # type: ignore[arg-type]
+    def renewed_between(self: Linker, *arguments: Any, **options: Any) -> Any:
+        planned = plan(self, *arguments, **options)
         self.renew("v2")
         return planned
 

@@ -139,7 +139,6 @@ def test_nothing_is_known_before_the_workers_have_told() -> None:
     assert not made.is_ready
     made.learn([{0: keys_of("r", FULL)}, {1: keys_of("s", SWA)}])  # as of two pipeline stages
     assert made.is_ready
-    assert made.stems() == ["r/0/", "s/1/"]
 
 
 def test_blocks_must_be_whole_hashes() -> None:

@@ -10,7 +10,7 @@ from test_vllm_groups import FULL, STATE, SWA, hashes, keys_of, prefixes
 
 from kvferry.errors import StoreUnavailable
 from kvferry.linker import vllm_held
-from kvferry.linker.vllm_groups import Group
+from kvferry.linker.vllm_groups import Group, RankKeys
 from kvferry.linker.vllm_jobs import GroupPages, SaveJob, StepJobs
 from kvferry.linker.vllm_scheduler import LOOK_BACK_BLOCKS, SchedulerSide
 
@@ -49,7 +49,8 @@ class Bed:
         options: dict[str, Any] = {
             "num_workers": 1, "by_boundary": (), "loads_by_layer": False,
             "lookup_ttl_s": 0.0, "miss_ttl_s": 60.0,
-            "min_load_tokens": 0, "max_held_share": 1.0, "hash_of": lambda block: block.block_hash,
+            "min_load_tokens": 0, "max_held_share": 1.0, "generation": "",
+            "hash_of": lambda block: block.block_hash,
             **settings,
         }  # fmt: skip
         windows = {SWA.group_id: WINDOW}
@@ -61,11 +62,6 @@ class Bed:
         if self.is_down:
             raise StoreUnavailable("down")
         return [key in self.objects for key in keys]
-
-    def remove_under(self, prefix: str, *, force: bool = False) -> int:
-        gone = {key for key in self.objects if key.startswith(prefix)}
-        self.objects -= gone
-        return len(gone)
 
     def store(self, group: Group, told: Sequence[bytes], pages: Sequence[int]) -> None:
         keys = group.page_keys(told, 16, 99)
@@ -301,23 +297,81 @@ def test_saves_in_flight_hold_no_more_than_their_share() -> None:
     assert saved(bed.side.step({"b": 1}, (), {})) == [14]
 
 
-def test_reset_deletes_the_models_objects() -> None:
-    bed = Bed()
+def told(generation: str, rank: str = "r") -> RankKeys:
+    """What a rank of one group tells of its keys."""
+    return RankKeys(generation, {FULL.group_id: keys_of(rank, FULL)})
+
+
+def test_a_reset_draws_a_generation_and_deletes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    bed = Bed(num_workers=2)
     one = request("a", 65)
     bed.store(FULL, one.block_hashes, range(4))
-    bed.objects.add("another/0/x/full")
-    assert bed.side.reset()
-    assert bed.objects == {"another/0/x/full"}
+    objects = set(bed.objects)
+    assert bed.side.matched_tokens(one, 0) == 64
+    bed.side.reset()
+    assert bed.objects == objects
+    drawn = bed.side.generation.current
+    assert drawn.startswith("drawn-")
+    assert bed.side.step({}, (), {}).generation == drawn
+    assert f"{drawn!r} was drawn" in caplog.text
+    assert bed.side.matched_tokens(one, 0) == 0  # the ranks have yet to tell of their new keys
+    bed.side.learn_more([told(drawn, "r"), told("", "s"), told("drawn-before", "s")])
     assert bed.side.matched_tokens(one, 0) == 0
-    bed.tables["a"] = ([3, 4],)
+    bed.side.learn_more([told(drawn, "s")])
+    assert bed.side.matched_tokens(one, 0) == 0
+    for rank in ("r", "s"):
+        keys = FULL.page_keys(one.block_hashes, 16, 2)
+        bed.objects |= set(keys_of(rank, FULL).object_keys(keys))
+    assert bed.side.matched_tokens(one, 0) == 32
+    bed.side.reset()
+    assert bed.side.generation.current not in ("", drawn)
+
+
+def test_a_generation_set_by_hand_outlives_resets() -> None:
+    bed = Bed(generation="fleet-7")
+    one = request("a", 65)
+    bed.store(FULL, one.block_hashes, range(4))
+    bed.side.reset()
+    assert bed.side.step({}, (), {}).generation == "fleet-7"
+    assert bed.side.matched_tokens(one, 0) == 64
+
+
+def test_ranks_that_wake_up_tell_all_anew() -> None:
+    bed = Bed(num_workers=2)
+    one = request("a", 65)
+    bed.side.learn([told("", "r"), told("", "s")])
+    bed.side.reset()
+    drawn = bed.side.generation.current
+    bed.side.learn([told("", "r"), told("", "s")])  # as they were before they slept
+    assert not bed.side.prefixes.is_ready
+    bed.side.learn_more([told(drawn, "r"), told(drawn, "s")])
+    assert bed.side.prefixes.is_ready
+    bed.side.learn([told(drawn, "r"), told(drawn, "s")])
+    assert bed.side.prefixes.is_ready
+    assert bed.side.matched_tokens(one, 0) == 0
+
+
+def test_what_old_weights_computed_is_not_saved_after_a_reset() -> None:
+    """Neither blocks that were put off, nor those of requests that run on over them."""
+    bed = Bed(loads_by_layer=True)
+    one, loading = request("a", 80), request("b", 65)
+    bed.store(FULL, loading.block_hashes, range(4))
+    bed.side.matched_tokens(loading, 0)
+    bed.side.allocated(loading, ([5, 6, 7, 8],), 64)
+    bed.tables["a"] = ([3, 4, 9, 10, 11],)
     bed.side.allocated(one, bed.tables["a"], 0)
     bed.computed(one, FULL, [3, 4])
-    bed.side.step({"a": 32}, (), {})
-    assert not bed.side.reset()  # what is in flight would come back
-    bed.side.held.saves_ended({1: 1})
-    assert not bed.side.reset()  # its blocks are free, its objects on the wire
-    bed.side.held.saves_stored({1: 1})
-    assert bed.side.reset()
+    assert bed.side.step({"a": 32}, (), {}).saves == []  # until the load is known to be good
+    assert bed.pool.held == [3, 4]
+    bed.side.reset()
+    assert bed.pool.held == []
+    bed.side.loads_ended({"b"}, ())
+    one.num_computed_tokens = 32
+    bed.computed(one, FULL, bed.tables["a"][0])
+    assert bed.side.step({"a": 48}, (), {}).saves == []
+    bed.side.allocated(one, bed.tables["a"], 0)  # it begins anew
+    one.num_computed_tokens = 0
+    assert saved(bed.side.step({"a": 80}, (), {})) == [3, 4, 9, 10, 11]
 
 
 @pytest.mark.parametrize("num_external", [0, 64])

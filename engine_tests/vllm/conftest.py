@@ -86,23 +86,35 @@ def client(master_address: str) -> Iterator[MooncakeStore]:
 
 
 @pytest.fixture(scope="session")
-def base_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    """VLLM's configuration of a tiny model, for the CPU."""
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
-    return VllmConfig(
-        model_config=ModelConfig(
-            model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-            max_model_len=1024,
-        ),
-        cache_config=CacheConfig(block_size=plan.BLOCK, enable_prefix_caching=True),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=16, max_num_batched_tokens=512, max_model_len=1024,
-            enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=False,
-        ),
-        parallel_config=ParallelConfig(),
-        device_config=DeviceConfig(device="cpu"),
-    )  # fmt: skip
+def make_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VllmConfig]:
+    """VLLM's configuration of a tiny model, for the CPU, each time in a folder of its own."""
+
+    def make_config(**of_model: Any) -> VllmConfig:
+        folder = tmp_path_factory.mktemp("tiny-llama")
+        (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+        return VllmConfig(
+            model_config=ModelConfig(
+                **{
+                    "model": str(folder), "skip_tokenizer_init": True, "dtype": "bfloat16",
+                    "seed": 0, "max_model_len": 1024, **of_model,
+                },
+            ),
+            cache_config=CacheConfig(block_size=plan.BLOCK, enable_prefix_caching=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=16, max_num_batched_tokens=512, max_model_len=1024,
+                enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=False,
+            ),
+            parallel_config=ParallelConfig(),
+            device_config=DeviceConfig(device="cpu"),
+        )  # fmt: skip
+
+    return make_config
+
+
+@pytest.fixture(scope="session")
+def base_config(make_config: Callable[..., VllmConfig]) -> VllmConfig:
+    """The configuration of most tests."""
+    return make_config()
 
 
 Make = Callable[..., Engine]

@@ -13,8 +13,7 @@ from test_failures import check
 
 from kvferry.errors import ArgumentError
 from kvferry.linker import vllm_loads
-from kvferry.linker.vllm import log_as_vllm
-from kvferry.linker.vllm_setup import scheduler_side
+from kvferry.linker.vllm_setup import log_as_vllm, scheduler_side
 from kvferry.linker.vllm_stats import COUNTERS
 
 Make = Callable[..., Engine]

@@ -37,7 +37,7 @@ def make_pair(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
 def keys_of_rank(engine: Engine, rank: int) -> list[str]:
     """Return the object keys of a rank's saves."""
     worker = engine.workers[rank]
-    told = worker.connector.get_handshake_metadata().keys
+    told = worker.connector.get_handshake_metadata().keys.groups
     return [
         key
         for seen in worker.seen

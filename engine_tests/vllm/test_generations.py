@@ -1,0 +1,202 @@
+"""What is in the keys, and which generation: through vLLM's own resets, with real Mooncake."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine import Engine, prompt
+from hooked import Pause
+from test_failures import check
+from test_ranks import make_pair
+from vllm.config import VllmConfig
+
+from kvferry.linker.vllm_settings import ConnectorConfig
+from kvferry.linker.vllm_setup import identity_of
+
+__all__ = ["make_pair"]
+Make = Callable[..., Engine]
+ALONE = {"tp": (0, 1), "pp": (0, 1), "dcp": (0, 1)}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+def reset(engine: Engine) -> bool:
+    """As `/reset_prefix_cache?reset_external=true`, a pause and sleep do."""
+    return bool(engine.scheduler.reset_prefix_cache(reset_connector=True))
+
+
+def found(engine: Engine) -> int:
+    answer = engine.ask(prompt(200))
+    assert answer.is_right
+    engine.flush()
+    return answer.num_external
+
+
+def test_a_reset_ends_this_engines_generation_and_deletes_nothing(make: Make) -> None:
+    first, second = make(), make()
+    assert found(first) == 0
+    assert found(second) == 192
+    assert reset(first)
+    assert found(first) == 0
+    assert found(first) == 192  # of its own new generation
+    assert found(second) == 192  # of the old one, which others go on to use
+    assert reset(second)
+    assert found(second) == 0
+    check(first, second)
+
+
+def test_a_generation_set_by_hand_outlives_resets(make: Make) -> None:
+    first, second = (make(settings={"generation": "fleet-7"}) for _ in range(2))
+    found(first)
+    for _ in range(2):
+        assert reset(first)
+        assert reset(second)
+        assert found(first) == found(second) == 192
+    assert found(make()) == 0
+    check(first, second)
+
+
+def test_ranks_go_over_together(make_pair: Make) -> None:
+    first, second = make_pair("deepseek_v32"), make_pair("deepseek_v32")
+    assert found(first) == 0
+    assert found(second) == 192
+    assert reset(second)
+    assert found(second) == 0
+    assert found(second) == 192
+    first_rank, second_rank = (
+        {linker.keys.generation for linker in worker.connector._worker.linkers.values()}
+        for worker in second.workers
+    )
+    assert first_rank == second_rank == {second.connector._plan.generation.current}
+    check(first, second)
+
+
+@pytest.mark.parametrize("saves", ["whole", "layerwise"])
+def test_a_save_in_flight_does_not_hold_up_a_reset(saves: str, make: Make) -> None:
+    """It ends under the keys of the generation that it was begun with."""
+    first = make(settings={"saves": saves})
+    call = "put" if saves == "whole" else "put_session"
+    pause = first.stores[0].before[call] = Pause()
+    answer = first.add(prompt(200), 1)
+    first.until(lambda: bool(answer.reason))
+    pause.wait()
+    assert first.connector.reset_cache()
+    pause.release()
+    first.run()
+    first.settle()
+    first.flush()
+    assert found(first) == 0
+    assert found(make()) == 192
+    check(first)
+
+
+def test_ranks_that_sleep_while_a_generation_ends(make: Make) -> None:
+    engine = make()
+    found(engine)
+    worker = engine.workers[0].connector
+    assert reset(engine)
+    worker.unregister_kv_caches()
+    worker.restore_kv_caches()
+    engine.shake_hands()  # as the engine's core does when it wakes up
+    assert found(engine) == 0
+    assert found(engine) == 192
+    worker.unregister_kv_caches()
+    worker.restore_kv_caches()
+    engine.shake_hands()
+    assert found(engine) == 192  # its workers' sleep alone changes nothing
+    check(engine)
+
+
+def test_what_is_in_the_keys_is_told_at_the_start(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        engine = make(settings={"generation": "fleet-7", "model": "toy", "revision": "r9"})
+    linker = engine.workers[0].connector._worker.linkers[0]
+    (line,) = (text for text in caplog.messages if "kvferry's keys begin with" in text)
+    for part in (linker.keys.stem, "toy", "r9", "fleet-7", linker.layout.identity.config):
+        assert part in line
+
+
+def config_of(base: VllmConfig, **changes: Any) -> str:
+    """Digest of a configuration of which something is changed."""
+    config = copy.deepcopy(base)
+    for name, value in changes.items():
+        where = config.model_config
+        if name in ("load_format",):
+            where = config.load_config
+        elif name not in ("quantization", "max_model_len", "dtype"):
+            where = config.model_config.hf_text_config
+        setattr(where, name, value)
+    identity, _ = identity_of(config, ConnectorConfig(), ALONE, (0, 8), "")
+    return identity.config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"rope_parameters": {**YARN, "rope_theta": 10000.0}},
+        {"rope_parameters": {**YARN, "rope_theta": 10000.0, "factor": 8.0}},
+        {"sliding_window": 64},
+        {"rms_norm_eps": 1e-5},
+        {"head_dim": 8},
+        {"quantization": "fp8"},
+        {"quantization": "awq"},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"load_format": "dummy"},
+        {"dtype": "float16"},
+        {"something_new": 1},
+    ],
+)
+def test_what_changes_kv_changes_the_config(change: dict[str, Any], base_config: Any) -> None:
+    assert config_of(base_config, **change) != config_of(base_config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_model_len": 512},
+        {"max_position_embeddings": 4096},
+        {"_name_or_path": "/elsewhere"},
+        {"transformers_version": "6.0"},
+        {"rms_norm_eps": 0.000001},
+    ],
+)
+def test_what_does_not_change_kv_keeps_it(change: dict[str, Any], base_config: Any) -> None:
+    assert config_of(base_config, **change) == config_of(base_config)
+
+
+def test_overrides_reach_the_config(make_config: Callable[..., VllmConfig]) -> None:
+    """Through vLLM's own reading of a model's folder and of `--hf-overrides`."""
+    folders = make_config(), make_config()  # two hosts
+    assert config_of(folders[0]) == config_of(folders[1])
+    others = [
+        config_of(make_config(hf_overrides={"rope_theta": 1e6})),
+        config_of(make_config(hf_overrides={"rope_parameters": YARN})),
+        config_of(make_config(hf_overrides={"num_key_value_heads": 4})),
+    ]
+    assert len({config_of(folders[0]), *others}) == 4
+    assert config_of(make_config(max_model_len=512)) == config_of(folders[0])
+
+
+@pytest.mark.parametrize(
+    ("told", "same"), [("auto", True), ("bfloat16", True), ("fp8", False), ("fp8_e5m2", False)]
+)
+def test_auto_and_its_dtype_share_keys(told: str, same: bool, base_config: Any) -> None:
+    def kv_dtype(told: str) -> str:
+        config = copy.deepcopy(base_config)
+        config.cache_config.cache_dtype = told
+        return identity_of(config, ConnectorConfig(), ALONE, (0, 8), "")[0].kv_dtype
+
+    assert (kv_dtype(told) == kv_dtype("auto")) == same
+
+
+def test_stages_have_their_layers_in_the_keys(base_config: Any) -> None:
+    told = {**ALONE, "pp": (1, 2)}
+    shares = [
+        identity_of(base_config, ConnectorConfig(), told, layers, "")[0].share
+        for layers in ((3, 8), (4, 8))
+    ]
+    assert shares[0] != shares[1]
