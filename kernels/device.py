@@ -13,6 +13,12 @@ ZERO_TAIL = 1
 KEEP_TAIL = 2
 """The last page of an unpack: all of it, or its first tokens and zeros, or its first tokens."""
 
+PLACE_1 = tl.constexpr(0x9E3779B1)
+PLACE_2 = tl.constexpr(0x85EBCA6A)
+PLACE_3 = tl.constexpr(0xC2B2AE35)
+SPREAD = tl.constexpr(0x9E3779B1)
+"""Multipliers of the checksum: three make a key of a place, one spreads a word; see `checksum`."""
+
 
 @triton.jit
 def divide(number, packed_divisor):
@@ -54,27 +60,17 @@ def store_payload(pointers, value, mask, CACHE: tl.constexpr):
 
 
 @triton.jit
-def checksum_of_pairs(value, weight):
-    """What two words in an int64 add to a checksum, `weight` (uint32) being that of the lower one.
+def checksum_terms(value, pair):
+    """What 8 bytes in an int64 add to a checksum, as pair number `pair` (uint32) of the object.
 
-    The checksum is the sum of every little-endian 32-bit word w_i of the object times 2 i + 1,
-    modulo 2**64; see `checksum`. A product of 32 by 32 bits is one instruction.
+    The definition stands in `checksum`; a product of 32 by 32 bits is one instruction.
     """
-    low = value.to(tl.uint32).to(tl.uint64) * weight.to(tl.uint64)
-    high = (value >> 32).to(tl.uint32).to(tl.uint64) * (weight + 2).to(tl.uint64)
-    return (low + high).to(tl.int64)
-
-
-@triton.jit
-def checksum_terms(value, position, WIDTH: tl.constexpr):
-    """What `value`, of WIDTH bytes at byte `position` of its object, adds to the checksum."""
-    weight = ((position >> 2) * 2 + 1).to(tl.uint32)
-    if WIDTH == 8:
-        terms = checksum_of_pairs(value, weight)
-    elif WIDTH == 4:
-        terms = value.to(tl.uint32).to(tl.uint64) * weight.to(tl.uint64)
-    else:
-        word = (value.to(tl.uint16) if WIDTH == 2 else value.to(tl.uint8)).to(tl.uint32)
-        word = word << ((position & 3) * 8).to(tl.uint32)
-        terms = word.to(tl.uint64) * weight.to(tl.uint64)
-    return terms.to(tl.int64)
+    # In numbers of 32 bits up to the product: of 64-bit ones LLVM would make longer products.
+    first = pair * PLACE_1
+    second = pair * PLACE_2 + PLACE_3
+    key = tl.umulhi(first, second)
+    low = (value.to(tl.uint32) ^ first ^ key) * SPREAD
+    high = ((value >> 32).to(tl.uint32) ^ second ^ key) * SPREAD
+    both = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+    product = low.to(tl.uint64) * high.to(tl.uint64) + both
+    return (product ^ (product >> 32)).to(tl.int64)

@@ -3,8 +3,10 @@
 from collections.abc import Hashable, Iterator, Sequence
 
 from kvferry.kernels.bulk import bulk_launches, takes_bulk
+from kvferry.kernels.device import SUM_ONLY
 from kvferry.kernels.handles import Launch
-from kvferry.kernels.tables import Move, Tables
+from kvferry.kernels.pairs import pair_launches
+from kvferry.kernels.tables import SUMMED_BYTES, Move, Tables
 from kvferry.kernels.tiles import tile_launches
 from kvferry.kernels.units import unit_launches
 from kvferry.launch import LaunchConfig
@@ -13,12 +15,18 @@ _MAX_SHAPES = 4096
 
 
 def launches_of(tables: Tables, move: Move, config: LaunchConfig) -> Iterator[Launch]:
-    """Yield the launches: of the page kernel, then of the short-run kernel, width by width."""
+    """Yield the launches: of the page kernel, then of the short-run kernel, width by width.
+
+    Where checksums are wanted, those of what goes by narrow units come last, from packed objects.
+    """
     if tables.tiles is not None:
         long_runs = bulk_launches if takes_bulk(move, config) else tile_launches
         yield from long_runs(tables.tiles, move, config)
     for table in tables.units:
-        yield from unit_launches(table, move, config)
+        if move.kind != SUM_ONLY or table.unit_bytes >= SUMMED_BYTES:
+            yield from unit_launches(table, move, config)
+    if tables.pairs is not None and move.with_sums:
+        yield from pair_launches(tables.pairs, move, config)
 
 
 class LaunchMemory:

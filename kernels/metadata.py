@@ -28,6 +28,14 @@ def units_metadata(
     return _move("units", arguments, arguments["num_blocks"] * block_bytes)
 
 
+def pairs_metadata(
+    grid: tuple[int, ...], metadata: Any, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Describe a launch that sums what moved by narrow units."""
+    num_bytes = arguments["num_blocks"] * arguments["PAIRS"] * 8
+    return {"name": "kvferry_sum_pairs", "bytes": num_bytes}
+
+
 def signal_metadata(
     grid: tuple[int, ...], metadata: Any, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from kvferry.segments import Segment
 
 TILE_COLUMNS = 7
 UNIT_COLUMNS = 13
+SUMMED_BYTES = 8
+"""Narrowest unit that is summed as it moves: what the checksum mixes at once, a pair of words."""
+
 _UNCUT = -(1 << 40)  # where its tokens' bytes begin, if a segment is not cut: before any token
 _TILE_ALIGN_BYTES = 128  # a cache line: two tiles of a run never share one
 
@@ -93,7 +96,8 @@ class Move(NamedTuple):  # made for every launch, in a fifth of a frozen datacla
 
 @dataclass(frozen=True)
 class Tables:
-    """All that one index space needs: `tiles` for the page kernel, `units` for the short runs.
+    """All that one index space needs: `tiles` for the page kernel, `units` for the short runs, and
+    `pairs` for the checksums of what goes by narrow units.
 
     `tiles` rows: address at page 0, page stride, offset in the object, bytes, a token's bytes, how
     far into its tokens' bytes the tile begins, and the layer.
@@ -101,10 +105,13 @@ class Tables:
     one part, units in a page, pitch in the pool, pitch in the object, the multipliers of the
     divisions by the two numbers of units (see `divisor`), a token's bytes, how the tokens' bytes
     advance by part, where they begin (see `Segment`), and the layer.
+    `pairs` rows, one for every stretch: its first byte in the object and the one behind its last,
+    pairs of words that it touches, the multiplier of the division by that, and the layer.
     """
 
     tiles: Table | None
     units: tuple[Table, ...] = field(default=())
+    pairs: Table | None = None
 
 
 def build_tables(
@@ -125,12 +132,18 @@ def build_tables(
     """
     tiles = _Rows(16, num_layers)
     units = {width: _Rows(width, num_layers) for width in (16, 8, 4, 2, 1)}
+    narrow: dict[int, list[tuple[int, int]]] = {}
     for segment in segments:
         width = math.gcd(segment.alignment_bytes, object_align_bytes)
         if width == 16 and segment.part_bytes >= config.page_run_bytes:
             tiles.extend(segment.layer_id, _tile_rows(segment, config.tile_bytes))
         else:
             units[width].extend(segment.layer_id, [_unit_row(segment, width)])
+            if width < SUMMED_BYTES:
+                narrow.setdefault(segment.layer_id, []).extend(_stretches(segment))
+    pairs = _Rows(SUMMED_BYTES, num_layers)
+    for layer_id, stretches in narrow.items():
+        pairs.extend(layer_id, _pair_rows(stretches, layer_id))
     return Tables(
         tiles.table(device, []),
         tuple(
@@ -138,6 +151,7 @@ def build_tables(
             for rows in units.values()
             if (table := rows.table(device, [row[4] for row in rows.rows]))
         ),
+        pairs.table(device, [row[2] for row in pairs.rows]),
     )
 
 
@@ -183,15 +197,13 @@ class _Rows:
     def table(self, device: torch.device, num_units: list[int]) -> Table | None:
         if not self.rows:
             return None
-        column = 4 if num_units else 3
-        scale = self.unit_bytes if num_units else 1
         return Table(
             torch.tensor(self.rows, dtype=torch.int64).to(device),
             tuple(bisect.bisect_left(self.layers, layer) for layer in range(self.num_layers + 1)),
             self.unit_bytes,
             max(num_units, default=0),
             min(num_units, default=0),
-            sum(row[column] for row in self.rows) * scale,
+            sum(num_units) * self.unit_bytes if num_units else sum(row[3] for row in self.rows),
         )
 
 
@@ -237,3 +249,27 @@ def _unit_row(segment: Segment, width: int) -> tuple[int, ...]:
         segment.token_start_bytes if segment.token_bytes else _UNCUT,
         segment.layer_id,
     )
+
+
+def _stretches(segment: Segment) -> list[tuple[int, int]]:
+    """Return where a segment's parts lie in the object: first bytes, and those behind the last."""
+    pitch, part_bytes = segment.object_pitch_bytes, segment.part_bytes
+    if segment.count == 1 or pitch == part_bytes:
+        return [(segment.object_offset, segment.object_offset + segment.num_bytes)]
+    starts = (segment.object_offset + part * pitch for part in range(segment.count))
+    return [(start, start + part_bytes) for start in starts]
+
+
+def _pair_rows(stretches: Sequence[tuple[int, int]], layer_id: int) -> list[tuple[int, ...]]:
+    """Join stretches that share a pair of words, for each pair is summed once."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(stretches):
+        if joined and (start == joined[-1][1] or start // SUMMED_BYTES * SUMMED_BYTES < joined[-1][1]):
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return [
+        (start, end, num_pairs, divisor(num_pairs), layer_id)
+        for start, end in joined
+        for num_pairs in [-(-end // SUMMED_BYTES) - start // SUMMED_BYTES]
+    ]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.device import (
-    checksum_of_pairs,
+    checksum_terms,
     divide,
     load_page_id,
     load_payload,
@@ -85,9 +85,9 @@ def _store_tile(
             else:
                 store_payload(words + word, value, in_tail, CACHE)
     if SUM:
-        # In 32 bits, the tile's part once: 64-bit positions would cost more than the products.
-        weight = ((tl.load(row + 2) >> 2) * 2 + 1).to(tl.uint32) + (word * 4).to(tl.uint32)
-        total = tl.sum(checksum_of_pairs(value, weight), axis=0)
+        # In 32 bits, as objects are under 2 GiB. Words that are not there add nothing.
+        pair = (tl.load(row + 2) >> 3).to(tl.uint32) + word.to(tl.uint32)
+        total = tl.sum(tl.where(mask, checksum_terms(value, pair), 0), axis=0)
         sums = sums_address.to(tl.int64).to(tl.pointer_type(tl.int64))
         cell = page.to(tl.int64) * num_layers + tl.load(row + 6)
         tl.atomic_add(sums + cell, total, sem="relaxed")

@@ -18,7 +18,7 @@ from kvferry.kernels.device import (
 )
 from kvferry.kernels.handles import Launch
 from kvferry.kernels.metadata import units_metadata
-from kvferry.kernels.tables import Move, Table, divisor
+from kvferry.kernels.tables import SUMMED_BYTES, Move, Table, divisor
 from kvferry.launch import CACHE_HINTS, LaunchConfig
 
 MAX_ROWS_PER_LAUNCH = 65535
@@ -112,19 +112,16 @@ def _move_block(
                 else:
                     store_payload(pool_units, value, kept, CACHE)
         if SUM:
-            # Where the words stand in their object.
+            # Which pair of words of their object they are, in 32 bits, as objects are under 2 GiB.
+            tl.static_assert(UNIT_BYTES >= 8, "narrower units are summed by `pairs`")
             position = tl.load(row + 2) + wide_part * tl.load(row + 6) + in_part_bytes
-            # In 32 bits, as objects are under 2 GiB: a tenth of the instructions less. Where narrow
-            # units are summed, Triton 3.6 would spill: of few pages for sm_80, packed bytes for
-            # sm_120.
-            if UNIT_BYTES >= 8 or (not FEW_PAGES and (UNIT_BYTES > 1 or MOVE != 0)):
-                position = position.to(tl.uint32)
+            pair = (position >> 3).to(tl.uint32)
             sums = sums_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.load(row + 12)
             if UNIT_BYTES == 16:
-                places = position[:, None] + tl.arange(0, 2)[None, :] * 8
-                terms = tl.sum(checksum_terms(value, places, 8), axis=1)
+                pair = pair[:, None] + tl.arange(0, 2)[None, :].to(tl.uint32)
+                terms = tl.sum(tl.where(mask, checksum_terms(value, pair), 0), axis=1)
             else:
-                terms = checksum_terms(value, position, UNIT_BYTES)
+                terms = tl.where(mask, checksum_terms(value, pair), 0)
             if FEW_PAGES:
                 current = divide(first, tl.load(row + 8))
                 last = divide(tl.minimum(first + UNITS, num_units) - 1, tl.load(row + 8))
@@ -187,6 +184,7 @@ def unit_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[La
 
     A program counts units in 32 bits; more pages than that allows take several launches.
     """
+    with_sums = move.with_sums and table.unit_bytes >= SUMMED_BYTES
     pages_per_launch = max(1, (2**31 - config.units_per_program) // table.max_units)
     for first_layer, end_layer in move.layer_ranges:
         first, end = table.layer_starts[first_layer], table.layer_starts[end_layer]
@@ -223,8 +221,8 @@ def unit_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[La
                         move.kind,
                         move.id_bytes,
                         move.tail,
-                        move.with_sums,
-                        move.with_sums and table.min_units >= FEW_PAGES_UNITS,
+                        with_sums,
+                        with_sums and table.min_units >= FEW_PAGES_UNITS,
                         is_persistent,
                         CACHE_HINTS.index(config.cache),
                     ),
