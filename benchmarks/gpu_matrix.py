@@ -146,9 +146,9 @@ def _sum_objects(case: Case, device: torch.device) -> None:
 
 def wanted_variants(on_gpu: bool) -> set[str]:
     """Return what must have run: all variants that `make inspect` knows of, by their constants."""
-    from kvferry.tuning.compiled import variants
+    from kvferry.tuning.compiled import pair_variants, variants
 
-    wanted = set()
+    wanted = {_key(each.kernel, tuple(each.constants.values())) for each in pair_variants()}
     for hint in CACHE_HINTS:
         for variant in variants(replace(DEFAULT_LAUNCH, cache=hint)):
             constants = variant.constants

@@ -1,6 +1,24 @@
 """The checksum of a layer in an object: what the kernels compute in their own pass, and in numpy.
 
-DOCSTRING
+An object's payload is read as pairs of little-endian 32-bit words, pair i at byte 8 i. Both words
+are mixed with their place and with one another, and the results added up modulo 2**64:
+
+    one, other = i * 0x9E3779B1, i * 0x85EBCA6A + 0xC2B2AE35      modulo 2**32
+    key        = one * other // 2**32
+    low        = (lower word ^ one ^ key) * 0x9E3779B1            modulo 2**32
+    high       = (upper word ^ other ^ key) * 0x9E3779B1          modulo 2**32
+    product    = low * high + low + high * 2**32                  modulo 2**64
+    term       = product ^ product // 2**32
+
+A layer's checksum is the sum over the pairs that hold bytes of it, others' bytes counted as zeros.
+So tiles may be summed in any order, and any group of layers be verified as soon as it has arrived.
+
+Every change within one word is told for sure: `product` is `low * (high + 1)` or
+`high * (low + 2**32)` and what the other word alone makes, and neither repeats. All else is a matter
+of chance, and was tried: exchanges of blocks of 1 to 256 bytes, rotations, shifts, repeats, fills and
+permutations of neighbours, in normal numbers as in data of few values, such as zeros of either sign
+(`tests/test_checksum_strength.py`). None went unseen; and no stretch of 16 bits of the sum, taken
+alone, lets more of them pass than random bits would. It is no protection against forgery.
 """
 
 import itertools
@@ -174,7 +192,7 @@ def checksums_reference(
 def _sums_of(pieces: NDArray[np.uint8], first_pair: int) -> NDArray[np.uint64]:
     """Return the sums of pieces of whole pairs of words, `[num_objects]`.
 
-    A block at a time that stays in a core's cache through its passes, and keys once for all objects.
+    A block at a time, which stays in a core's cache through all passes; keys once for all objects.
     """
     pairs = pieces.view(np.uint64)
     num_objects, num_pairs = pairs.shape

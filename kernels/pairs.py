@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from kvferry.kernels.device import checksum_terms, divide, load_page_id
+from kvferry.kernels.device import SUM_ONLY, checksum_terms, divide, load_page_id
 from kvferry.kernels.handles import Launch
 from kvferry.kernels.metadata import pairs_metadata
 from kvferry.kernels.tables import Move, Table, divisor
@@ -28,7 +28,7 @@ _PAIR_ARGUMENTS = (
 @triton.jit(do_not_specialize=_PAIR_ARGUMENTS, launch_metadata=pairs_metadata)
 def _sum_pairs_kernel(
     rows_address: tl.int64,  # [num_rows, 5] int64, see `Tables.pairs`
-    ids_address: tl.int64,  # [num_pages] page ids of ID_BYTES each; unless MOVE is SUM_ONLY
+    ids_address: tl.int64,  # [num_pages] page ids of ID_BYTES each; if CHECKED
     object_address: tl.int64,  # object 0, such that row offsets count from here
     object_stride: tl.int64,
     sums_address: tl.int64,  # [num_pages, num_layers] int64, added to
@@ -39,7 +39,7 @@ def _sum_pairs_kernel(
     row_divisor: tl.int64,  # by the blocks of a row
     blocks_per_row: tl.int32,
     PAIRS: tl.constexpr,  # of a program at once
-    MOVE: tl.constexpr,  # PACK, UNPACK or SUM_ONLY
+    CHECKED: tl.constexpr,  # whether pages of ids outside the pools are left out
     ID_BYTES: tl.constexpr,
 ):
     number = tl.program_id(0)
@@ -51,7 +51,7 @@ def _sum_pairs_kernel(
         mask = lane < num_pages * num_pairs  # under 2**31, as the launcher sees to
         page = divide(lane, tl.load(row + 3))
         pair = (start >> 3) + (lane - page * num_pairs).to(tl.int64)
-        if MOVE != 2:
+        if CHECKED:
             page_id = load_page_id(ids_address.to(tl.int64), page, mask, ID_BYTES)
             # What the kernels did not move they do not sum either.
             mask = mask & (page_id >= 0) & (page_id < num_pool_pages)
@@ -95,6 +95,6 @@ def pair_launches(table: Table, move: Move, config: LaunchConfig) -> Iterator[La
                         divisor(blocks),
                         blocks,
                     ),
-                    (PAIRS_PER_PROGRAM, move.kind, move.id_bytes),
+                    (PAIRS_PER_PROGRAM, move.kind != SUM_ONLY, move.id_bytes),
                     NUM_WARPS,
                 )

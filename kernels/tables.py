@@ -96,8 +96,10 @@ class Move(NamedTuple):  # made for every launch, in a fifth of a frozen datacla
 
 @dataclass(frozen=True)
 class Tables:
-    """All that one index space needs: `tiles` for the page kernel, `units` for the short runs, and
-    `pairs` for the checksums of what goes by narrow units.
+    """All that one index space needs.
+
+    `tiles` is for the page kernel, `units` for the short runs, and `pairs` for the checksums of what
+    goes by narrow units.
 
     `tiles` rows: address at page 0, page stride, offset in the object, bytes, a token's bytes, how
     far into its tokens' bytes the tile begins, and the layer.
@@ -264,7 +266,9 @@ def _pair_rows(stretches: Sequence[tuple[int, int]], layer_id: int) -> list[tupl
     """Join stretches that share a pair of words, for each pair is summed once."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(stretches):
-        if joined and (start == joined[-1][1] or start // SUMMED_BYTES * SUMMED_BYTES < joined[-1][1]):
+        if joined and (
+            start == joined[-1][1] or start // SUMMED_BYTES * SUMMED_BYTES < joined[-1][1]
+        ):
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))
         else:
             joined.append((start, end))

@@ -27,7 +27,7 @@ def by_hand(payload: bytes) -> int:
 
 def term(payload: bytes, pair: int) -> int:
     """What one pair of words adds; bytes behind the payload's end are zeros."""
-    words = [int.from_bytes(payload[8 * pair :][4 * i :][:4][: 4], "little") for i in range(2)]
+    words = [int.from_bytes(payload[8 * pair :][4 * i :][:4][:4], "little") for i in range(2)]
     places = pair * 0x9E3779B1 % 2**32, (pair * 0x85EBCA6A + 0xC2B2AE35) % 2**32
     upper = places[0] * places[1] >> 32
     low, high = (

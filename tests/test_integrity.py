@@ -35,7 +35,7 @@ def test_an_end_has_fixed_places() -> None:
     assert raw[:14] == bytes(14)
     assert struct.unpack_from("<qqqq", raw, 14) == (7, -2, 1, 0)
     magic, version, length, size = struct.unpack_from("<8sIIQ", raw, 46)
-    assert (magic, version, length, size) == (b"KVFERRY\0", 1, 64, 210)
+    assert (magic, version, length, size) == (b"KVFERRY\0", 2, 64, 210)
     assert raw[46 + 24 : 46 + 40].hex() == "00112233445566778899aabbccddeeff"
     assert struct.unpack_from("<Q", raw, 46 + 56)[0] == 6
 
@@ -62,7 +62,7 @@ def test_each_fault_has_its_own_reason() -> None:
     ends = make_ends("ab" * 16, 64, ["k"], NO_SUMS)
     ends[0, 16 + 8] = 0
     (older,) = find_faults(ends, "ab" * 16, 64, ["k"], NO_SUMS).values()
-    assert older == "other format: format version 0, wanted 1"
+    assert older == "other format: format version 0, wanted 2"
     ends[:] = 0
     (foreign,) = find_faults(ends, "ab" * 16, 64, ["k"], NO_SUMS).values()
     assert foreign.startswith("foreign: no kvferry object")
@@ -125,6 +125,34 @@ def flip(place: int) -> Callable[[bytearray], bytearray | None]:
     return change
 
 
+def add_to_words(first: int, *numbers: int) -> Callable[[bytearray], bytearray | None]:
+    """Change words in a way that a sum of words, each times its odd place, does not see."""
+
+    def change(data: bytearray) -> None:
+        words = range(first, first + len(numbers))
+        for word, number in zip(words, numbers, strict=True):
+            (old,) = struct.unpack_from("<I", data, 4 * word)
+            assert 0 <= old + number < 2**32
+            struct.pack_into("<I", data, 4 * word, old + number)
+        assert sum(n * (2 * word + 1) for n, word in zip(numbers, words, strict=True)) == 0
+
+    return change
+
+
+def of_version_1(data: bytearray) -> None:
+    """Make of an object what the first format made of its payload."""
+    num_layers, sums, total = 2, 224, 0
+    for layer_id, start in enumerate((0, 105)):
+        payload = bytes(start) + bytes(data[start : start + 105])
+        words = (payload[at : at + 4] for at in range(0, len(payload), 4))
+        sum_1 = sum(int.from_bytes(word, "little") * (2 * i + 1) for i, word in enumerate(words))
+        struct.pack_into("<Q", data, sums + 8 * layer_id, sum_1 % 2**64)
+        total += sum_1
+    struct.pack_into("<I", data, len(data) - TRAILER_BYTES + 8, 1)
+    struct.pack_into("<Q", data, len(data) - 8, total % 2**64)
+    assert sums + 8 * num_layers + TRAILER_BYTES == len(data)
+
+
 @pytest.mark.mooncake
 @pytest.mark.parametrize(
     ("change", "reason"),
@@ -134,7 +162,10 @@ def flip(place: int) -> Callable[[bytearray], bytearray | None]:
         (flip(215), "corrupted: the checksums do not add up"),
         (flip(224), "corrupted: checksums of layers [0]"),
         (flip(-TRAILER_BYTES), "foreign: no kvferry object"),
-        (flip(-TRAILER_BYTES + 8), "other format: format version 65, wanted 1"),
+        (flip(-TRAILER_BYTES + 8), "other format: format version 66, wanted 2"),
+        (add_to_words(0, 1, -2, 1), "corrupted: checksums of layers [0]"),
+        (add_to_words(1, 1, -1, -1, 1), "corrupted: checksums of layers [0]"),
+        (of_version_1, "other format: format version 1, wanted 2"),
         (flip(-TRAILER_BYTES + 24), "foreign: fingerprint"),
         (flip(-TRAILER_BYTES + 40), "foreign: the object of another key"),
         (flip(-1), "corrupted: the checksums do not add up"),

@@ -13,7 +13,9 @@ from triton.compiler import ASTSource
 
 from kvferry.kernels.bulk import _move_bulk_kernel, num_stages
 from kvferry.kernels.device import KEEP_TAIL, PACK, SUM_ONLY, UNPACK, WHOLE, ZERO_TAIL
+from kvferry.kernels.pairs import NUM_WARPS, PAIRS_PER_PROGRAM, _sum_pairs_kernel
 from kvferry.kernels.signals import _signal_kernel, _wait_kernel
+from kvferry.kernels.tables import SUMMED_BYTES
 from kvferry.kernels.tiles import _move_tiles_kernel
 from kvferry.kernels.units import _move_units_kernel
 from kvferry.launch import CACHE_HINTS, DEFAULT_LAUNCH, LaunchConfig
@@ -65,6 +67,8 @@ def variants(launch: LaunchConfig = DEFAULT_LAUNCH) -> Iterator[Variant]:
         end = ("_persistent" if is_persistent else "") + ("_id4" if id_bytes == 4 else "")
         yield _tiles(launch, f"{name}_tiles{end}", kind, id_bytes, tail, with_sums, is_persistent)
         for unit_bytes in (16, 8, 4, 2, 1) if id_bytes == 8 else (16,):
+            if with_sums and unit_bytes < SUMMED_BYTES:
+                continue
             for few in (False, True) if with_sums else (False,):
                 few_pages = "_few" if few else ""
                 yield _units(
@@ -110,6 +114,16 @@ def bulk_variants() -> Iterator[Variant]:
     for tile_bytes, (way, kind) in itertools.product((8192, 16384), ways):
         constants = {"TILE_BYTES": tile_bytes, "MOVE": kind, "STAGES": num_stages(tile_bytes)}
         yield Variant(f"{way}_bulk_id4_{tile_bytes}", _move_bulk_kernel, constants, 1, 0, 16)
+
+
+def pair_variants() -> Iterator[Variant]:
+    """Yield the kernel that sums what moves by narrow units, in any object or in moved pages'."""
+    for name, checked, id_bytes in (
+        ("sum_pairs", False, 8), ("sum_pairs_moved", True, 8), ("sum_pairs_moved_id4", True, 4)
+    ):  # fmt: skip
+        constants = {"PAIRS": PAIRS_PER_PROGRAM, "CHECKED": checked, "ID_BYTES": id_bytes}
+        num_bytes = PAIRS_PER_PROGRAM * SUMMED_BYTES
+        yield Variant(name, _sum_pairs_kernel, constants, NUM_WARPS, num_bytes, 1, writes=False)
 
 
 def _form(variant: Variant) -> tuple[int, int, str]:

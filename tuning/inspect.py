@@ -17,6 +17,7 @@ from kvferry.tuning.compiled import (
     Variant,
     bulk_variants,
     hinted_variants,
+    pair_variants,
     signal_variants,
     tuned_variants,
     variants,
@@ -35,6 +36,7 @@ def variants_for(target: str) -> Iterator[Variant]:
     """Yield every variant in use on a target: those that move pages, and those that signal."""
     yield from variants()
     yield from hinted_variants()
+    yield from pair_variants()
     if target in BULK_TARGETS:
         yield from bulk_variants()
     yield from tuned_variants()

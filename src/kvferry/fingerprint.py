@@ -14,7 +14,7 @@ from kvferry.identity import ModelIdentity
 from kvferry.object_order import canonical_meaning
 from kvferry.pools import Pool
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the object's bytes; part of every fingerprint."""
 
 MEANING = (
