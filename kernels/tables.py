@@ -98,8 +98,8 @@ class Move(NamedTuple):  # made for every launch, in a fifth of a frozen datacla
 class Tables:
     """All that one index space needs.
 
-    `tiles` is for the page kernel, `units` for the short runs, and `pairs` for the checksums of what
-    goes by narrow units.
+    `tiles` is for the page kernel, `units` for the short runs, and `pairs` for the checksums of
+    what goes by narrow units.
 
     `tiles` rows: address at page 0, page stride, offset in the object, bytes, a token's bytes, how
     far into its tokens' bytes the tile begins, and the layer.
