@@ -15,8 +15,8 @@ So tiles may be summed in any order, and any group of layers be verified as soon
 
 Every change within one word is told for sure: but for what the other word alone makes, `product` is
 `low * (high + 1)`, or `high * (low + 2**32)`, and neither repeats. All else is a matter of chance,
-and was tried: exchanges of blocks of 1 to 256 bytes, rotations, shifts, repeats, fills, permutations
-of neighbours, in normal numbers as in data of few values, such as zeros of either sign
+and was tried: exchanges of blocks of 1 to 256 bytes, rotations, shifts, repeats, fills and
+permutations of neighbours, in normal numbers and in data of few values, such as signed zeros
 (`tests/test_checksum_strength.py`). None went unseen; and no stretch of 16 bits of the sum, taken
 alone, lets more of them pass than random bits would. It is no protection against forgery.
 """
