@@ -2,13 +2,14 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from damage import corrupt, fail_load, filled, remove
 from prompts import tokens, wait_for, within
 from tree import Engine
 
+from kvferry.linker import lookup
 from kvferry.linker.master import LocalMaster
 from kvferry.linker.owner import LocalOwner
 from kvferry.linker.store import ObjectResult, Outcome
@@ -16,6 +17,17 @@ from kvferry.linker.store import ObjectResult, Outcome
 CORES = pytest.mark.parametrize("core", ["python", "rust"])
 SPACES = pytest.mark.parametrize("space", ["full", "swa", "state"])
 Make = Callable[..., Engine]
+BRIEF_LEASE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def brief_leases() -> Iterator[str]:
+    """A master whose leases end soon."""
+    with (
+        LocalMaster(lease_ttl_s=BRIEF_LEASE_S) as master,
+        LocalOwner(master.address, 64 << 20, warm=False),
+    ):
+        yield master.address
 
 
 @CORES
@@ -39,22 +51,31 @@ def test_an_object_that_is_evicted_between_match_and_load(
 
 @CORES
 @SPACES
-def test_a_corrupted_object(space: str, core: str, make: Make) -> None:
-    engine = make("swa_states", core)
+def test_a_corrupted_object(space: str, core: str, make: Make, brief_leases: str) -> None:
+    engine = make("swa_states", core, master=brief_leases, settings={"lease_ttl_s": BRIEF_LEASE_S})
     prompt = filled(engine)
     corrupt(engine, prompt, 4, space)
     request = engine.match(prompt)
     assert engine.load_back(request) == len(prompt)
     fail_load(engine, request)
     assert engine.match(prompt).match.host_hit_length == 0, "known to be bad for a while"
-    engine.flush()
-    engine.prefill(prompt)  # it is computed, and replaces what was bad
-    engine.settle()
-    engine.flush()
+
+    def computed_anew() -> bool:
+        """Whether that has replaced what was bad: it may once nobody has it leased."""
+        engine.flush()
+        engine.prefill(prompt)
+        engine.settle()
+        engine.flush()
+        return bool(engine.match(prompt).match.host_hit_length == len(prompt))
+
+    wait_for(computed_anew)
     engine.load(engine.match(prompt))
 
 
-def test_a_corrupted_object_that_nobody_computes_anew(make: Make) -> None:
+def test_a_corrupted_object_that_nobody_computes_anew(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "SPOILT_TTL_S", 2.0)
     engine = make("mha", settings={"miss_ttl_s": 2.0})
     prompt = filled(engine)
     corrupt(engine, prompt, 1, "full")
