@@ -6,6 +6,7 @@ keeps two engines apart; at worst they compute what they could have shared.
 
 import logging
 import math
+import platform
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -79,6 +80,15 @@ def dtype_of_kv(told: str, dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
     same = {"auto", name, {"bfloat16": "bf16", "float16": "half", "float32": "float"}.get(name)}
     return name if told in same else f"{told}:{name}"
+
+
+def cpu_kind() -> str:
+    """Return what vLLM's attention on a CPU goes by when it orders the keys within a block.
+
+    With AMX, and on some architectures, they lie in an order of their own, in tensors of one shape.
+    """
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+    return f"{platform.machine()}{':amx' if has_amx else ''}"
 
 
 def tell(log: logging.Logger, identity: ModelIdentity, stem: str, config: Any) -> None:

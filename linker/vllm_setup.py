@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, resolve_kv_cache_block_s
 from kvferry.digest import config_digest
 from kvferry.errors import ArgumentError
 from kvferry.identity import ModelIdentity
-from kvferry.linker.engine_config import dtype_of_kv, kv_config, tell
+from kvferry.linker.engine_config import cpu_kind, dtype_of_kv, kv_config, tell
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Store
 from kvferry.linker.vllm_groups import Group, Prefixes
@@ -192,6 +192,7 @@ def identity_of(
         quantization=model.quantization,
         quantization_config=getattr(model, "quantization_config", None),
         is_dummy=str(vllm_config.load_config.load_format) == "dummy",
+        cpu=cpu_kind() if vllm_config.device_config.device_type == "cpu" else None,
     )
     identity = ModelIdentity(
         model=connector.model or str(model.model),

@@ -692,6 +692,13 @@ MUTANTS = (
         "tests/test_forget.py",
     ),
     Mutant(
+        "CPUs with and without AMX share keys",
+        "linker/engine_config.py",
+        "':amx' if has_amx else ''",
+        "''",
+        "tests/test_engine_config.py",
+    ),
+    Mutant(
         "nothing is sent from rank to rank",
         "linker/peers.py",
         "dist.broadcast(tensor, group=self._group, group_src=rank)",

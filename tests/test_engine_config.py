@@ -11,7 +11,14 @@ import torch
 
 from kvferry.digest import config_digest
 from kvferry.identity import ModelIdentity
-from kvferry.linker.engine_config import LENGTHS, WITHOUT_MEANING, dtype_of_kv, kv_config, tell
+from kvferry.linker.engine_config import (
+    LENGTHS,
+    WITHOUT_MEANING,
+    cpu_kind,
+    dtype_of_kv,
+    kv_config,
+    tell,
+)
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,3 +169,15 @@ def test_a_line_says_what_is_in_the_keys(caplog: pytest.LogCaptureFixture) -> No
     for part in ("ns/toy/v7/", "'toy'", "'r1'", "'v7'", "c" * 32, "bfloat16", "tp0of2"):
         assert part in line
     assert "rope_theta" in more
+
+
+def test_cpus_that_keep_keys_in_another_order_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = set()
+    for machine in ("x86_64", "aarch64"):
+        for has_amx in (False, True):
+            monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+            monkeypatch.setattr(
+                torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx, raising=False
+            )
+            kinds.add(cpu_kind())
+    assert len(kinds) == 4

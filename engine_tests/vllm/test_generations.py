@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from engine import Engine, prompt
 from hooked import Pause
 from test_failures import check
 from test_ranks import make_pair
 from vllm.config import VllmConfig
+from vllm.v1.attention.backends import cpu_attn
 
 from kvferry.linker.vllm_settings import ConnectorConfig
 from kvferry.linker.vllm_setup import identity_of
@@ -191,6 +193,20 @@ def test_auto_and_its_dtype_share_keys(told: str, same: bool, base_config: Any) 
         return identity_of(config, ConnectorConfig(), ALONE, (0, 8), "")[0].kv_dtype
 
     assert (kv_dtype(told) == kv_dtype("auto")) == same
+
+
+def test_cpus_that_keep_keys_in_another_order_share_none(
+    base_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM's own rule, on this CPU: another order of bytes in a block, another config."""
+    assert base_config.device_config.device_type == "cpu"
+    digests, orders = [], []
+    for has_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=has_amx: has)
+        digests.append(config_of(base_config))
+        orders.append(cpu_attn._get_attn_isa(torch.bfloat16, 32, 64))
+    assert orders[0] == "amx" != orders[1]
+    assert digests[0] != digests[1]
 
 
 def test_stages_have_their_layers_in_the_keys(base_config: Any) -> None:
