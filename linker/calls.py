@@ -2,6 +2,7 @@
 
 import re
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from kvferry.linker.hung_owners import HungOwners
 from kvferry.linker.patience import Patience
 from kvferry.linker.regions import RegisteredRanges
 
+_PROBE_KEY = "kvferry/probe"
 _SESSION_CALLS = (
     "batch_put_session_start",
     "batch_put_session_end",
@@ -36,14 +38,22 @@ class Calls:
     length. Lists are passed on whole: cutting them up is the caller's.
     """
 
-    def __init__(self, client: Any, probe: Callable[[], bool], address: str) -> None:
-        """Wrap a client that was set up; `address` is the master's, for messages."""
+    def __init__(self, client: Any, listens: Callable[[], bool], address: str) -> None:
+        """Wrap a client that was set up.
+
+        Args:
+            client: Mooncake's.
+            listens: whether anybody listens at the master's address now.
+            address: the master's, for messages.
+        """
         self.client = client
         self.gate = Gate()
-        self.breaker = Breaker(probe)
+        # Nothing refers back to this for good, so that the client goes at once when its store does.
+        this = weakref.proxy(self)
+        self.breaker = Breaker(partial(_answers, listens, self.gate, client))
         self.ranges = RegisteredRanges()
         self.patience = Patience()
-        self._hung = HungOwners(self.owners_of)
+        self._hung = HungOwners(lambda keys: this.owners_of(keys))
         self._address = address
 
     @property
@@ -187,6 +197,15 @@ class Calls:
         reason = f"Mooncake's master at {self._address} does not answer ({where or 'call'}: {name})"
         self.breaker.open(reason)
         return StoreUnavailable(reason, code=code, code_name=name)
+
+
+def _answers(listens: Callable[[], bool], gate: Gate, client: Any) -> bool:
+    """Whether the master answers again; for the breaker's thread."""
+    if not listens():
+        return False
+    with gate:
+        answers = client.batch_is_exist([_PROBE_KEY])
+    return bool(answers) and answers[0] >= 0
 
 
 def nested(*lists: Sequence[int]) -> list[Nested]:

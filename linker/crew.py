@@ -3,8 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
 from kvferry.linker.counter_sets import CounterSet, CounterSets
 from kvferry.linker.direct import DirectSaver, direct_saver
+from kvferry.linker.holdings import Holdings
 from kvferry.linker.layer_load import LayerLoad
 from kvferry.linker.layer_loader import LayerLoader
 from kvferry.linker.layer_save import LayerSave
@@ -26,7 +27,7 @@ from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import Store
 from kvferry.linker.streams import Lane
 from kvferry.linker.trace import Trace
-from kvferry.linker.transfer import Ended, Transfer
+from kvferry.linker.transfer import Ended, Transfer, without_frames
 from kvferry.linker.wire import Wire
 from kvferry.linker.worker import JobT, Worker
 
@@ -34,6 +35,11 @@ log = logging.getLogger(__name__)
 
 _LAST_S = 5.0
 """What a thread whose transfer was just failed has to come to its end."""
+
+_UNWRITTEN_S = 0.5
+"""What a model has to write the rest of a save's layers; mostly it is the one who closes."""
+
+AnyWorker = Worker[Transfer] | Worker[LayerSave] | Worker[LayerLoad]
 
 
 class Crew:
@@ -60,7 +66,7 @@ class Crew:
         """Start the threads; on a GPU this waits for the device, once. `staging` is registered."""
         assert layout.device is not None
         self._config = config
-        self._closing = threading.Event()
+        self._closing = False
         self._accepting = threading.Lock()
         packers = {
             space: Packer(layout, space, max_programs=config.max_programs)
@@ -77,7 +83,7 @@ class Crew:
             timeout_s=config.wait_timeout_s,
         )
         num_loading = config.wire_threads if sharing is None else 1  # in an order that ranks share
-        self._wires = [
+        wires = [
             Wire(f"kvferry-{kind}-wire", num_threads, lane.adopt_device)
             for kind, num_threads, lane in (
                 ("save", config.wire_threads, save_lane),
@@ -98,31 +104,40 @@ class Crew:
                 "trace": trace,
             }
 
-        saver = LayerSaver(**means(save_lane), wire=self._wires[0])
+        saver = LayerSaver(**means(save_lane), wire=wires[0])
         loader = LayerLoader(
             **means(load_lane),
-            wire=self._wires[1],
+            wire=wires[1],
             fetch_ahead=config.fetch_ahead,
             sharing=sharing,
         )
-        self._direct = direct_saver(
-            layout, store, existence, config, part_bytes=part_bytes, trace=trace
-        )
-        self._whole: dict[str, Worker[Transfer]] = {}
-        for kind in ("save", "load"):
-            mover = Mover(**means(Lane(layout.device)))
-            self._whole[kind] = Worker(
-                f"kvferry-{kind}", partial(self._carry_out_whole, mover), mover.lane.adopt_device
+        direct = direct_saver(layout, store, existence, config, part_bytes=part_bytes, trace=trace)
+        self._holdings = Holdings(staging, wires, self._counters, direct, sharing)
+        # What the threads run knows nothing of the crew, so that it goes when the linker does.
+        with ExitStack() as undo:
+            undo.callback(self._holdings.leave)
+
+            def worker(name: str, carry_out: Callable[[JobT], None], lane: Lane) -> "Worker[JobT]":
+                made = Worker(f"kvferry-{name}", carry_out, lane.adopt_device, self._holdings)
+                undo.callback(made.close)
+                return made
+
+            self._whole: dict[str, Worker[Transfer]] = {}
+            for kind in ("save", "load"):
+                mover = Mover(**means(Lane(layout.device)))
+                self._whole[kind] = worker(
+                    kind, partial(_carry_out_whole, direct, mover), mover.lane
+                )
+            self._layer_saves: Worker[LayerSave] = worker(
+                "save-layers", partial(_carry_out, saver), save_lane
             )
-        self._layer_saves: Worker[LayerSave] = Worker(
-            "kvferry-save-layers", partial(self._carry_out, saver), save_lane.adopt_device
-        )
-        self._layer_loads: Worker[LayerLoad] = Worker(
-            "kvferry-load-layers", partial(self._carry_out_load, loader), load_lane.adopt_device
-        )
+            self._layer_loads: Worker[LayerLoad] = worker(
+                "load-layers", partial(_carry_out_load, self._counters, loader), load_lane
+            )
+            undo.pop_all()
 
     @property
-    def workers(self) -> "tuple[Worker[Transfer] | Worker[LayerSave] | Worker[LayerLoad], ...]":
+    def workers(self) -> "tuple[AnyWorker, ...]":
         """The threads that carry transfers out."""
         return (*self._whole.values(), self._layer_saves, self._layer_loads)
 
@@ -149,41 +164,78 @@ class Crew:
                 self._counters.give_back(taken)
             raise
 
-    def close(self, timeout_s: float) -> None:
-        """Finish what was enqueued, and end the threads. Idempotent.
+    @property
+    def is_closed(self) -> bool:
+        """Whether transfers are refused."""
+        return self._closing
+
+    def close(self, timeout_s: float, *, abandon: bool = False) -> None:
+        """Finish what was enqueued, end the threads, let go of what they hold. Idempotent.
+
+        Called by one of the threads, when a transfer ends, it does not wait for them.
+
+        Args:
+            timeout_s: how long transfers have; saves whose layers are not all written have 0.5 s.
+            abandon: whoever closes is leaving in a hurry, will write no layer any more, and does
+                not want what is being loaded: saves that lack layers, and loads, fail at once, and
+                `timeout_s` is kept to.
 
         Raises:
-            TransferFailed: a thread is still inside a store call.
+            TransferFailed: a thread is still inside a store call. The last one lets go.
         """
-        deadline = time.monotonic() + timeout_s
+        last_s = min(_LAST_S, timeout_s / 8) if abandon else _LAST_S
+        limit_s = last_s if abandon else None
+        deadline = time.monotonic() + (timeout_s - last_s if abandon else timeout_s)
         with self._accepting:
-            self._closing.set()
+            self._closing = True
         for worker in self.workers:
             worker.close()
-        stuck = [
-            worker
-            for worker in self.workers
-            if not worker.join(max(0.0, deadline - time.monotonic()))
-        ]
+        if any(worker.is_current for worker in self.workers):
+            self._holdings.leave()
+            return
+        if abandon:
+            self._whole["load"].fail_all("the linker was closed", limit_s=limit_s)
+            self._layer_loads.fail_all("the linker was closed", limit_s=limit_s)
+        if not self._layer_saves.join(0.0 if abandon else min(_UNWRITTEN_S, timeout_s)):
+            self._layer_saves.fail_all(
+                "the linker was closed, and not all layers are written",
+                chosen=lambda save: not save.is_written,
+                limit_s=limit_s,
+            )
+        stuck = self._still_at_work(deadline)
+        for worker in stuck:
+            worker.fail_all("the linker was closed", limit_s=limit_s)
+        # One that only waited for the model ends now; one in a store call does not.
+        stuck = stuck and self._still_at_work(time.monotonic() + last_s)
         if stuck:
-            for worker in stuck:
-                worker.fail_all("the linker was closed")
-            # One that only waited for the model ends now; one in a store call does not.
-            stuck = [worker for worker in stuck if not worker.join(_LAST_S)]
-        if stuck:
+            self._holdings.leave()
             names = ", ".join(worker.name for worker in stuck)
             raise TransferFailed(
                 f"{names} still at work {timeout_s:g} s after close", cause="closed"
             )
-        for wire in self._wires:
-            wire.close()
-        self._counters.close()
-        if self._direct is not None:
-            self._direct.close()
+        self._holdings.let_go()
+
+    def leave(self) -> None:
+        """Finish what was enqueued, with nobody waiting; the last thread lets go of the rest.
+
+        For a linker that was dropped: takes no lock that another thread may hold.
+        """
+        self._closing = True
+        self._holdings.is_left = True
+        for worker in self.workers:
+            worker.leave()
+
+    def _still_at_work(self, deadline: float) -> "list[AnyWorker]":
+        """Wait for the threads' ends; return those that have not ended by the deadline."""
+        return [
+            worker
+            for worker in self.workers
+            if not worker.join(max(0.0, deadline - time.monotonic()))
+        ]
 
     def _enqueue(self, worker: Worker[JobT], job: JobT) -> None:
         with self._accepting:
-            if self._closing.is_set():
+            if self._closing:
                 raise TransferFailed("transfer refused: the linker is closed", cause="closed")
             if worker.num_waiting >= self._config.max_queued:
                 raise TransferFailed(
@@ -192,30 +244,33 @@ class Crew:
                 )
             worker.put(job)
 
-    # ---- in the workers' threads ----
 
-    def _carry_out_whole(self, mover: Mover, transfer: Transfer) -> None:
-        direct = self._direct
-        if transfer.kind == "save" and direct is not None and direct.takes(transfer):
-            self._carry_out(direct, transfer)
-        else:
-            self._carry_out(mover, transfer)
+# ---- in the workers' threads ----
 
-    def _carry_out(self, mover: Mover | LayerSaver | DirectSaver, transfer: Any) -> None:
-        transfer.timings.queue_us = transfer.age_us
-        with _ending(transfer, transfer.kind):
-            transfer.check_going()
-            mover.move(transfer)
 
-    def _carry_out_load(self, loader: LayerLoader, load: LayerLoad) -> None:
-        load.timings.queue_us = load.transfers[0].age_us
-        try:
-            with _ending(load, "load"):
-                loader.move(load)
-        finally:
-            # Whoever waits gets through in any case, and only then are the counters another's.
-            load.let_through()
-            self._counters.give_back(load.counter_set)
+def _carry_out_whole(direct: DirectSaver | None, mover: Mover, transfer: Transfer) -> None:
+    if transfer.kind == "save" and direct is not None and direct.takes(transfer):
+        _carry_out(direct, transfer)
+    else:
+        _carry_out(mover, transfer)
+
+
+def _carry_out(mover: Mover | LayerSaver | DirectSaver, transfer: Any) -> None:
+    transfer.timings.queue_us = transfer.age_us
+    with _ending(transfer, transfer.kind):
+        transfer.check_going()
+        mover.move(transfer)
+
+
+def _carry_out_load(counters: CounterSets, loader: LayerLoader, load: LayerLoad) -> None:
+    load.timings.queue_us = load.transfers[0].age_us
+    try:
+        with _ending(load, "load"):
+            loader.move(load)
+    finally:
+        # Whoever waits gets through in any case, and only then are the counters another's.
+        load.let_through()
+        counters.give_back(load.counter_set)
 
 
 @contextmanager
@@ -226,6 +281,7 @@ def _ending(job: Transfer | LayerLoad, kind: str) -> Iterator[None]:
     except Ended:
         log.info("%r was given up", job)
     except TransferFailed as error:
+        without_frames(error)  # else the handle would keep the threads' staging and store
         job.fail(error)
     except KVFerryError as error:
         job.fail(TransferFailed(f"{kind} failed: {error}"))

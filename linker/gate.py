@@ -1,8 +1,11 @@
 """Who may call the store now: a gate against calls after close, a breaker against an outage."""
 
+import contextlib
 import logging
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 
@@ -56,6 +59,16 @@ class Gate:
         """Whether `close` was called."""
         return self._closed
 
+    def close_if_empty(self) -> bool:
+        """Refuse new calls from now on, unless some are in flight; whether it did. Never waits."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._closed = self._closed or self._num_inside == 0
+            return self._closed and self._num_inside == 0
+        finally:
+            self._lock.release()
+
     def close(self, timeout_s: float) -> int:
         """Refuse new calls from now on, then wait for those in flight.
 
@@ -74,7 +87,8 @@ class Breaker:
     """Turns calls away while the store cannot be reached, and finds out when it can be again.
 
     A call that met the outage reports it with `open`. From then on `check` raises at once, and a
-    thread named `kvferry-probe` asks `probe` at growing intervals until it gets an answer.
+    thread named `kvferry-probe` asks `probe` at growing intervals until it gets an answer. The
+    thread does not keep the breaker alive: once nobody else does, it ends.
     """
 
     def __init__(
@@ -96,7 +110,10 @@ class Breaker:
         self._first_pause_s = first_pause_s
         self._longest_pause_s = longest_pause_s
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._closed = False
+        # No event: a finalizer that runs under its lock, in the thread that waits, would hang.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        weakref.finalize(self, self._wake.put, None).atexit = False
         self._thread: threading.Thread | None = None
         self._reason: str | None = None
         self._since_s = 0.0
@@ -122,13 +139,18 @@ class Breaker:
     def open(self, reason: str) -> None:
         """Turn calls away from now on; while open already, do nothing."""
         with self._lock:
-            if self._reason is not None or self._stop.is_set():
+            if self._reason is not None or self._closed:
                 return
             self._since_s = time.monotonic()
             self._num_outages += 1
             self._reason = reason
             # A thread that saw the store answer may still be on its way out; it will do nothing.
-            self._thread = threading.Thread(target=self._run, name="kvferry-probe", daemon=True)
+            self._thread = threading.Thread(
+                target=_probe_for,
+                args=(weakref.ref(self), self._wake, self._first_pause_s, self._longest_pause_s),
+                name="kvferry-probe",
+                daemon=True,
+            )
             self._thread.start()
         _log.warning("%s; calls fail at once until it answers", reason)
 
@@ -137,24 +159,41 @@ class Breaker:
 
         What `check` says stays as it is. Repeating it waits again.
         """
-        self._stop.set()
         with self._lock:
+            self._closed = True
             thread = self._thread
+        self._wake.put(None)
         if thread is None:
             return True
         thread.join(timeout_s)
         return not thread.is_alive()
 
-    def _run(self) -> None:
-        pause_s = self._first_pause_s
-        while not self._stop.wait(pause_s):
-            try:
-                answered = self._probe()
-            except StoreError:
-                answered = False
-            if answered:
-                with self._lock:
-                    self._reason = None
-                _log.info("the store answers again after %.1f s", time.monotonic() - self._since_s)
-                return
-            pause_s = min(2 * pause_s, self._longest_pause_s)
+    def _is_still_open(self) -> bool:
+        """Ask once, and let calls through if there was an answer."""
+        try:
+            answered = self._probe()
+        except StoreError:
+            answered = False
+        if answered:
+            with self._lock:
+                self._reason = None
+            _log.info("the store answers again after %.1f s", time.monotonic() - self._since_s)
+        return not answered
+
+
+def _probe_for(
+    breaker: "weakref.ref[Breaker]",
+    wake: "queue.SimpleQueue[None]",
+    pause_s: float,
+    longest_s: float,
+) -> None:
+    """Ask for a breaker until there is an answer, or until it is closed or gone."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            wake.get(timeout=pause_s)
+            return
+        asking = breaker()
+        if asking is None or not asking._is_still_open():
+            return
+        del asking
+        pause_s = min(2 * pause_s, longest_s)

@@ -78,7 +78,7 @@ class LayerLoad:
         self._home = Home("the load")
         self._set: CounterSet | None = None
         self._device = device
-        self._begin = begin
+        self._begin: Callable[[LayerLoad], None] | None = begin
         self._trace = trace
         for transfer in transfers:
             transfer.on_end.append(self._one_ended)
@@ -105,7 +105,8 @@ class LayerLoad:
             TransferFailed: the linker is closing, or too many loads are in flight.
         """
         self._home.check()
-        if self._set is not None:
+        begin, self._begin = self._begin, None  # a handle does not keep the linker's threads
+        if begin is None:
             raise ArgumentError("start was called before, wanted it once")
         if stream is None:
             self.behind = fence_of_caller(self._device)
@@ -114,7 +115,7 @@ class LayerLoad:
                 self.behind = fence_of_caller(self._device)
         for transfer in self.transfers:
             transfer.restart_clock()
-        self._begin(self)
+        begin(self)
         return self
 
     def attach(self, taken: CounterSet) -> None:
@@ -194,9 +195,9 @@ class LayerLoad:
         """Give all requests up, and let through whoever waits; False if all had ended already."""
         return self.give_up("load was cancelled", "cancelled")
 
-    def give_up(self, reason: str, cause: str) -> bool:
+    def give_up(self, reason: str, cause: str, limit_s: float | None = None) -> bool:
         """End every request that goes on badly, from outside the loader; see `Transfer.give_up`."""
-        return sum(transfer.give_up(reason, cause) for transfer in self.transfers) > 0
+        return sum(transfer.give_up(reason, cause, limit_s) for transfer in self.transfers) > 0
 
     def fail(self, error: TransferFailed) -> bool:
         """End every request that goes on badly, and let through who waits; for the loader."""

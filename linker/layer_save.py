@@ -36,6 +36,11 @@ class LayerSave(Transfer):
         self._device = device
         self._written: list[Fence] = []  # one for each group that is written
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the model has said it of all layers."""
+        return len(self._written) == len(self.groups)
+
     def layer_written(self, layer: int) -> None:
         """Say that the current stream has been given all that writes the layers up to this one.
 
@@ -51,7 +56,7 @@ class LayerSave(Transfer):
         self._home.check()
         if not 0 <= layer < self.num_layers:
             raise ArgumentError(f"layer is {layer}, wanted 0 .. {self.num_layers - 1}")
-        if len(self._written) == len(self.groups):
+        if self.is_written:
             return
         if self.groups[len(self._written)][1] > layer + 1:
             return

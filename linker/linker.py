@@ -1,6 +1,5 @@
 """The public face: save pages under keys, ask which prefixes exist, load them back."""
 
-import atexit
 import logging
 import time
 from collections.abc import Sequence
@@ -11,12 +10,13 @@ from typing import Literal, overload
 import numpy as np
 
 from kvferry.arguments import flag, of_type, one_of, seconds, sequence, whole_number
-from kvferry.errors import ArgumentError, StoreUnavailable
+from kvferry.errors import ArgumentError, StoreUnavailable, TransferFailed
 from kvferry.groups import check_groups
 from kvferry.kernels.pack import TAILS
 from kvferry.layout import CacheLayout
 from kvferry.linker.config import LinkerConfig
 from kvferry.linker.crew import Crew
+from kvferry.linker.endings import Ending
 from kvferry.linker.home import Home
 from kvferry.linker.keys import KeyScheme, check_page_keys
 from kvferry.linker.layer_load import LayerLoad, LoadRequest
@@ -34,6 +34,9 @@ from kvferry.linker.transfer import Transfer
 from kvferry.restore import restorable
 
 log = logging.getLogger(__name__)
+
+_INTERRUPTED_S = 3.0
+"""How long `close` takes at most where an exception leaves a linker's block."""
 
 
 class Linker:
@@ -107,7 +110,7 @@ class Linker:
         except BaseException:
             staging.unregister()
             raise
-        atexit.register(self.close)
+        self._ending = Ending(self, at_exit=Linker._abandon, dropped=self._crew.leave)
 
     @overload
     def save(
@@ -289,14 +292,21 @@ class Linker:
 
         Raises:
             ArgumentError: a key is not usable, or occurs twice.
+            TransferFailed: the linker is closed.
+            StoreClosed: the store is.
         """
         self._home.check()
         page_keys = check_page_keys(keys)
-        if not page_keys or not self._store.available:  # whatever is remembered
+        if self._crew.is_closed:
+            raise TransferFailed("lookup refused: the linker is closed", cause="closed")
+        if not page_keys:
             return []
         scheme = self.keys
         rows = {space: scheme.object_keys(page_keys, space) for space in self.layout.spaces}
         try:
+            if not self._store.available:  # whatever is remembered
+                self._store.exists(page_keys[:1])  # says why
+                return []
             exists = self._existence.ask(self._store, [key for row in rows.values() for key in row])
         except StoreUnavailable as error:
             log.debug("lookup of %d pages: %s", len(page_keys), error)
@@ -339,21 +349,22 @@ class Linker:
     def close(self, timeout_s: float = 60.0) -> None:
         """Finish what was enqueued, end the threads, take back the registration. Idempotent.
 
-        Transfers that are not done when `timeout_s` has passed fail. A layer-wise save whose layers
-        are not all written by then counts among them.
+        Transfers that are not done when `timeout_s` has passed fail, and so do layer-wise saves
+        whose layers are not all written after 0.5 s. From a transfer's `on_end` this does not wait.
+
+        A linker that is dropped does the same by itself, without a limit but the transfers' own.
+        One that an exception or the interpreter's exit ends has 4 s: then what was being loaded,
+        and saves that lack layers, fail at once.
 
         Raises:
             ArgumentError: `timeout_s` is no time.
-            TransferFailed: a thread is still inside a store call; staging stays registered, since
-                the call may still use it.
+            TransferFailed: a thread is still inside a store call. Staging stays registered until
+                that comes back, since the call may still use it.
         """
         self._home.check()
         seconds("timeout_s", timeout_s)
-        atexit.unregister(self.close)
         self._crew.close(timeout_s)
-        self._staging.unregister()
-        if self.sharing is not None:
-            self.sharing.close()
+        self._ending.cancel()
 
     def __enter__(self) -> "Linker":
         return self
@@ -364,8 +375,17 @@ class Linker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._home.is_here:
+        if not self._home.is_here:
+            return
+        if kind is None:
             self.close()
+        else:
+            self._abandon(_INTERRUPTED_S)
+
+    def _abandon(self, timeout_s: float) -> None:
+        """Close in a hurry: whoever has the handles will not go on with them."""
+        self._crew.close(timeout_s, abandon=True)
+        self._ending.cancel()
 
     def _check_cut(self) -> None:
         """Refuse, once and for all, layouts whose pages cannot be cut by tokens."""

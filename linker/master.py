@@ -4,18 +4,14 @@ import contextlib
 import importlib.util
 import os
 import random
-import secrets
 import socket
-import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from kvferry.errors import ArgumentError, StoreError
-from kvferry.linker.home import Home
-from kvferry.linker.process import Child
+from kvferry.linker.local_process import LocalProcess
 
 _HOST = "127.0.0.1"
 # Below the kernel's ephemeral ports, so that no outgoing connection takes the port between a kill
@@ -23,7 +19,6 @@ _HOST = "127.0.0.1"
 _PORTS = range(20000, 32000)
 _NUM_TRIES = 5
 _POLL_S = 0.02
-_LOG_TAIL_BYTES = 2000
 
 
 def master_program() -> Path:
@@ -39,21 +34,14 @@ def master_program() -> Path:
     )
 
 
-def log_tail(path: Path) -> str:
-    """Return the last lines of a log file, for an error message."""
-    if not path.exists():
-        return ""
-    return path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
-
-
-class LocalMaster:
+class LocalMaster(LocalProcess):
     """Runs a Mooncake master on free ports of 127.0.0.1; ends with this process at the latest.
 
     A context manager, or `start()` and `stop()`. After `kill()`, `start()` brings an empty master
     back at the same address.
 
     Attributes:
-        log_path: the master's log. Removed by `stop()`, kept when a start failed.
+        log_path: the master's log; see `LocalProcess`.
         lease_ttl_s: how long a lookup or read protects an object from eviction.
     """
 
@@ -73,14 +61,11 @@ class LocalMaster:
         """
         if lease_ttl_s <= 0:
             raise ArgumentError(f"lease_ttl_s must be positive, got {lease_ttl_s}")
+        super().__init__("master")
         self.lease_ttl_s = lease_ttl_s
         self._extra_flags = list(extra_flags)
         self._start_timeout_s = start_timeout_s
         self._ports: tuple[int, int] | None = None  # RPC, metrics; fixed by the first good start
-        self._home = Home("the master")
-        self._child: Child | None = None
-        name = f"kvferry-master-{secrets.token_hex(6)}.log"
-        self.log_path = Path(tempfile.gettempdir()) / name
 
     @property
     def address(self) -> str:
@@ -92,68 +77,21 @@ class LocalMaster:
         """The master's HTTP root, with /metrics and /health."""
         return f"http://{_HOST}:{self._started_ports()[1]}"
 
-    @property
-    def running(self) -> bool:
-        """Whether the master's process is alive."""
-        self._home.check()
-        return self._child is not None and self._child.poll() is None
-
-    @property
-    def pid(self) -> int | None:
-        """The master's process id, None while none runs; a stopped (SIGSTOP) one counts."""
-        return self._child.pid if self._child is not None else None
-
-    def start(self) -> "LocalMaster":
-        """Start the master and wait until it serves; while it runs already, do nothing.
-
-        Raises:
-            StoreError: no program, or no master that serves within `start_timeout_s`; the end of
-                its log is in the message.
-        """
-        if self.running:
-            return self
+    def _start(self) -> None:
         program = master_program()
         deadline_s = time.monotonic() + self._start_timeout_s
         for _ in range(_NUM_TRIES):
             ports = self._ports or _free_ports()
             if self._start_on(program, ports, deadline_s):
                 self._ports = ports
-                return self
+                return
             if time.monotonic() > deadline_s:
                 break
             time.sleep(0.2)  # a port of a master that was just killed takes a moment
         raise StoreError(
             f"mooncake_master did not serve on {_HOST}:{ports[0]} within "
-            f"{self._start_timeout_s} s; its log is {self.log_path}, ending:\n"
-            f"{log_tail(self.log_path)}"
+            f"{self._start_timeout_s} s; {self._log_end}"
         )
-
-    def kill(self) -> None:
-        """Kill the master as a crash would; all its keys are lost. `start()` may follow."""
-        self._home.check()
-        if self._child is not None:
-            self._child.kill()
-
-    def stop(self) -> None:
-        """End the master and remove its log. Repeating it does nothing."""
-        self._home.check()
-        if self._child is not None:
-            self._child.stop()
-            self._child = None
-            with contextlib.suppress(FileNotFoundError):
-                self.log_path.unlink()
-
-    def __enter__(self) -> "LocalMaster":
-        return self.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._home.is_here:
-            self.stop()
 
     def _started_ports(self) -> tuple[int, int]:
         if self._ports is None:
@@ -172,12 +110,11 @@ class LocalMaster:
             "--logtostderr=1",
             *self._extra_flags,
         ]
-        with self.log_path.open("ab") as log:
-            child = Child(command, stdout=log, stderr=log)
+        child = self._child_of(command)
         while child.poll() is None and time.monotonic() < deadline_s:
             # Where a port was taken, somebody else answers, and ours lives on for a moment.
             if _listens(child.pid, ports[0]) and _healthy(ports[1]):
-                self._child = child
+                self._adopt(child)
                 return True
             time.sleep(_POLL_S)
         child.stop()

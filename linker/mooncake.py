@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from kvferry.errors import ArgumentError, StoreClosed, StoreError, StoreUnavaila
 from kvferry.linker import clients, codes
 from kvferry.linker.arguments import check_keys, check_sizes, split
 from kvferry.linker.calls import Calls
+from kvferry.linker.endings import Ending
+from kvferry.linker.gate import Gate
 from kvferry.linker.get_sessions import GetBook, MooncakeGetSession
 from kvferry.linker.mooncake_config import MooncakeConfig
 from kvferry.linker.objects import get_objects, put_objects
@@ -23,7 +26,6 @@ from kvferry.linker.store import STORED, ObjectResult, Store
 __all__ = ["MooncakeConfig", "MooncakeStore"]
 
 _CONNECT_TIMEOUT_S = 2.0
-_PROBE_KEY = "kvferry/probe"
 
 
 class MooncakeStore:
@@ -47,11 +49,16 @@ class MooncakeStore:
             "max_call_bytes": config.max_call_bytes,
             "max_call_objects": config.max_call_objects,
         }
-        self._calls = Calls(client, self._probe, config.master_address)
+        self._calls = Calls(client, partial(_listens, config), config.master_address)
         self._puts = PutBook(self._calls, max_age_s=config.session_max_age_s, **limits)
         self._gets = GetBook(self._calls, lease_ttl_s=config.lease_ttl_s, **limits)
         self._closing = threading.Lock()
         self._closed = False
+        # Sessions can outlive this, and call: once nobody can, the client goes.
+        self._endings = (
+            Ending(self._calls, dropped=partial(_disconnect, self._calls.gate, client)),
+            Ending(self, at_exit=MooncakeStore._end_at_exit),
+        )
 
     @property
     def client(self) -> Any:
@@ -195,6 +202,8 @@ class MooncakeStore:
             if not self._closed:
                 self._disconnect(deadline_s, timeout_s)
                 self._closed = True
+                for ending in self._endings:
+                    ending.cancel()
         finally:
             self._closing.release()
 
@@ -235,13 +244,14 @@ class MooncakeStore:
                 client.batch_get_session_end(reading)
         client.close()
 
-    def _probe(self) -> bool:
-        """Whether the master answers again; runs on the breaker's thread."""
-        if not _listens(self._config):
-            return False
-        with self._calls.gate:
-            answers = self._calls.client.batch_is_exist([_PROBE_KEY])
-        return bool(answers) and answers[0] >= 0
+    def _end_at_exit(self, timeout_s: float) -> None:
+        """Disconnect, if that is possible at once: nothing may hold up an interpreter's exit."""
+        is_away = self._calls.breaker.is_open  # whom disconnecting would wait for
+        if not is_away:
+            with contextlib.suppress(StoreError):
+                self.close(timeout_s)
+        if is_away or not self._closed:  # Mooncake's own handler would wait, or crash calls
+            clients.skip_exit_handlers()
 
 
 def _connect(config: MooncakeConfig) -> Any:
@@ -275,6 +285,12 @@ def _connect(config: MooncakeConfig) -> Any:
     if code != 0:
         raise _refused(f"setup with {config}", code)
     return client
+
+
+def _disconnect(gate: Gate, client: Any) -> None:
+    """Close a client that nobody can call any more, but perhaps a probe that is at it."""
+    if gate.close_if_empty():
+        client.close()
 
 
 def _client_class() -> Any:

@@ -6,26 +6,21 @@ input is a pipe that ends.
 """
 
 import argparse
-import contextlib
 import ctypes
 import json
 import os
-import secrets
 import select
 import signal
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import PIPE
-from types import TracebackType
 
 import kvferry.errors
 from kvferry.errors import ArgumentError, StoreError
-from kvferry.linker.home import Home
-from kvferry.linker.master import log_tail
+from kvferry.linker.local_process import LocalProcess
 from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
 from kvferry.linker.process import Child
 
@@ -33,14 +28,14 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 _CLOSE_TIMEOUT_S = 4  # less than the supervisor's 5 s
 
 
-class LocalOwner:
+class LocalOwner(LocalProcess):
     """Runs an owner of a segment in a process of its own; it ends with this process at the latest.
 
     A context manager, or `start()` and `stop()`. After `kill()`, `start()` brings an empty segment
     back; the master forgets the killed one only after its `client_ttl` (10 s).
 
     Attributes:
-        log_path: what the owner and Mooncake wrote. Removed by `stop()`, kept when a start failed.
+        log_path: what the owner and Mooncake wrote; see `LocalProcess`.
         warm_bytes: how much of the segment's memory was touched beforehand; 0 before the start.
     """
 
@@ -68,6 +63,7 @@ class LocalOwner:
         """
         if segment_bytes < 1 << 20:
             raise ArgumentError(f"segment_bytes must be 1 MiB or more, got {segment_bytes}")
+        super().__init__("owner")
         self._arguments = [
             f"--master={master_address}",
             f"--segment-bytes={segment_bytes}",
@@ -77,75 +73,24 @@ class LocalOwner:
             *([] if warm else ["--cold"]),
         ]
         self._start_timeout_s = start_timeout_s
-        self._home = Home("the owner")
-        self._child: Child | None = None
         self.warm_bytes = 0
-        name = f"kvferry-owner-{secrets.token_hex(6)}.log"
-        self.log_path = Path(tempfile.gettempdir()) / name
 
-    @property
-    def running(self) -> bool:
-        """Whether the owner's process is alive."""
-        self._home.check()
-        return self._child is not None and self._child.poll() is None
-
-    @property
-    def pid(self) -> int | None:
-        """The owner's process id, None while none runs; a stopped (SIGSTOP) owner still counts."""
-        return self._child.pid if self._child is not None else None
-
-    def start(self) -> "LocalOwner":
-        """Start the owner and wait until its memory is in the store; if it runs, do nothing.
-
-        Raises:
-            StoreError: it ended, or was not ready in time; the end of its log is in the message.
-        """
-        if self.running:
-            return self
+    def _start(self) -> None:
         # The child must find this very package, also where only sys.path leads to it.
         source = str(Path(kvferry.errors.__file__).parents[1])
         paths = [source, os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
         command = [sys.executable, "-m", "kvferry.linker.owner", *self._arguments]
-        with self.log_path.open("ab") as log:
-            child = Child(command, stdout=PIPE, stderr=log, env=env)
+        child = self._child_of(command, stdout=PIPE, env=env)
         line = _first_line(child, time.monotonic() + self._start_timeout_s)
         if not line:
             status = child.stop()
             raise StoreError(
-                f"the owner was not ready within {self._start_timeout_s} s (exit status {status});"
-                f" its log is {self.log_path}, ending:\n{log_tail(self.log_path)}"
+                f"the owner was not ready within {self._start_timeout_s} s (exit status {status}); "
+                f"{self._log_end}"
             )
-        self._child = child
+        self._adopt(child)
         self.warm_bytes = json.loads(line)["warm_bytes"]
-        return self
-
-    def kill(self) -> None:
-        """Kill the owner as a crash would; its objects are lost. `start()` may follow."""
-        self._home.check()
-        if self._child is not None:
-            self._child.kill()
-
-    def stop(self) -> None:
-        """Take the memory out of the store, end the process, remove its log."""
-        self._home.check()
-        if self._child is not None:
-            self._child.stop()
-            self._child = None
-            with contextlib.suppress(FileNotFoundError):
-                self.log_path.unlink()
-
-    def __enter__(self) -> "LocalOwner":
-        return self.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._home.is_here:
-            self.stop()
 
 
 def private_mappings() -> set[tuple[int, int]]:

@@ -35,6 +35,7 @@ class Child:
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
         env: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
     ) -> None:
         """Start `command`, its standard input empty, in a process group of its own.
 
@@ -43,10 +44,20 @@ class Child:
             stdout: as in `subprocess.Popen`.
             stderr: as in `subprocess.Popen`.
             env: the whole environment; this process's own when None.
+            log_path: a file that goes with the program, where this process ends before it.
         """
         self.command = list(command)
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(os.getpid()), "--", *self.command],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                __file__,
+                str(os.getpid()),
+                str(log_path or ""),
+                "--",
+                *self.command,
+            ],
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,
@@ -75,7 +86,7 @@ class Child:
 
     def stop(self, timeout_s: float = _TERM_GRACE_S + 3.0) -> int:
         """Ask the program to end (SIGTERM, SIGKILL 5 s later), and return its exit status."""
-        return self._end(b"", timeout_s)
+        return self._end(b"t", timeout_s)
 
     def kill(self, timeout_s: float = 5.0) -> int:
         """Kill the program (SIGKILL), as a crash would, and return its exit status."""
@@ -85,8 +96,8 @@ class Child:
         pipe = self._popen.stdin
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):  # ended on its own already
-            if order and not pipe.closed:
-                pipe.write(order)
+            if not pipe.closed:
+                pipe.write(order)  # closing it says nothing where a forked child has it open too
             pipe.close()
         try:
             status = self._popen.wait(timeout_s)
@@ -105,8 +116,11 @@ def _die_with_supervisor(supervisor: int) -> None:
         os._exit(1)
 
 
-def _supervise(parent: int, command: list[str]) -> int:
-    """Run `command` until it ends or the parent wants it to or is gone; return its status."""
+def _supervise(parent: int, log_path: str, command: list[str]) -> int:
+    """Run `command` until it ends or the parent wants it to or is gone; return its status.
+
+    Where the parent is gone the log goes too; else that is the parent's to do.
+    """
     wake_out, wake_in = os.pipe()
     os.set_blocking(wake_in, False)
     signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
@@ -128,13 +142,14 @@ def _supervise(parent: int, command: list[str]) -> int:
     poller.register(0, select.POLLIN | select.POLLHUP)
     poller.register(wake_out, select.POLLIN)
     kill_at_s = float("inf")
-    ending = False
+    ending, was_told = False, False
     while program.poll() is None:
         for descriptor, _event in poller.poll(200 if ending else _PARENT_CHECK_MS):
             order = os.read(descriptor, 64)
             if descriptor == 0:
                 poller.unregister(0)
-                received.append(signal.SIGKILL if order else signal.SIGTERM)
+                was_told = bool(order)
+                received.append(signal.SIGKILL if order == b"k" else signal.SIGTERM)
         if os.getppid() != parent:
             received.append(signal.SIGTERM)
         if signal.SIGKILL in received or time.monotonic() > kill_at_s:
@@ -143,9 +158,12 @@ def _supervise(parent: int, command: list[str]) -> int:
             ending = True
             kill_at_s = time.monotonic() + _TERM_GRACE_S
             program.terminate()
+    if log_path and received and not was_told:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(log_path)
     status = program.returncode
     return status if status >= 0 else 128 - status
 
 
 if __name__ == "__main__":
-    sys.exit(_supervise(int(sys.argv[1]), sys.argv[3:]))
+    sys.exit(_supervise(int(sys.argv[1]), sys.argv[2], sys.argv[4:]))

@@ -26,18 +26,6 @@ class Handle(Protocol):
         """End it badly; once this returns, it touches no pages."""
 
 
-def without_frames(error: BaseException) -> None:
-    """Take the tracebacks off an error and off those that it came from.
-
-    The handle of a transfer keeps its error, and the frames that a traceback keeps hold the handle
-    and tensors: a ring, which lives on where garbage collection is frozen, as SGLang does.
-    """
-    each: BaseException | None = error
-    while each is not None:
-        each.__traceback__ = None
-        each = each.__cause__ or each.__context__
-
-
 HandleT = TypeVar("HandleT", bound=Handle)
 
 
@@ -78,8 +66,11 @@ class Job(Generic[HandleT]):
         """End it badly; False if it had ended already."""
         return self.give_up(str(error), error.cause)
 
-    def give_up(self, reason: str, cause: str) -> bool:
-        """End it badly; once this returns, it touches no pages. False if it had ended already."""
+    def give_up(self, reason: str, cause: str, limit_s: float | None = None) -> bool:
+        """End it badly; once this returns, it touches no pages. False if it had ended already.
+
+        A `limit_s` is for those that hold threads; a handle has its own.
+        """
         if self.error is None:
             self.error = TransferFailed(reason, cause=cause)
         with self._beginning:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from kvferry.errors import ArgumentError, TransferFailed
 from kvferry.linker.layer_load import LayerLoad, LoadRequest
 from kvferry.linker.linker import Linker
-from kvferry.linker.sglang_jobs import Job, Opener, without_frames
+from kvferry.linker.sglang_jobs import Job, Opener
 from kvferry.linker.sglang_transfers import COPY_LIMIT_S, Pages
 from kvferry.linker.streams import Fence, current_stream_id
+from kvferry.linker.transfer import without_frames
 
 STORE_CAUSES = frozenset({"transport", "unavailable", "deadline", "session lost"})
 """Causes that say more about the store than about the object that failed."""

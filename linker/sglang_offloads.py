@@ -8,11 +8,11 @@ import numpy as np
 
 from kvferry.errors import TransferFailed
 from kvferry.linker.linker import Linker
-from kvferry.linker.sglang_jobs import Job, Opener, without_frames
+from kvferry.linker.sglang_jobs import Job, Opener
 from kvferry.linker.sglang_ranks import Ranks
 from kvferry.linker.sglang_transfers import Pages
 from kvferry.linker.streams import Fence
-from kvferry.linker.transfer import Transfer
+from kvferry.linker.transfer import Transfer, without_frames
 
 log = logging.getLogger(__name__)
 

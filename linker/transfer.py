@@ -92,6 +92,18 @@ class Progress:
         )
 
 
+def without_frames(error: BaseException) -> None:
+    """Take the tracebacks off an error and off those that it came from.
+
+    The handle of a transfer keeps its error, and the frames that a traceback keeps hold the handle
+    and tensors: a ring, which lives on where garbage collection is frozen, as SGLang does.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+
+
 class Ended(Exception):
     """The transfer is over (cancelled or expired): its worker must not touch pages any more.
 
@@ -287,18 +299,25 @@ class Transfer:
             told(self, error)
         return True
 
-    def give_up(self, reason: str, cause: str) -> bool:
+    def give_up(self, reason: str, cause: str, limit_s: float | None = None) -> bool:
         """Fail it from outside its worker; False if it had ended already.
 
         Whatever the worker has launched on the pages ends first; it launches nothing after.
+
+        Args:
+            reason: for people.
+            cause: a word of `kvferry.causes.CAUSES`.
+            limit_s: how long to wait for what was launched; `TOUCH_LIMIT_S` by default.
         """
         self._home.check()
         self._is_given_up = True
-        touched = f"{reason}, and its pages are still being touched"
-        if not self._touching.acquire(timeout=TOUCH_LIMIT_S):
-            return self.fail(TransferFailed(touched, cause=cause))
-        try:
-            passed = self._last_touch.wait(TOUCH_LIMIT_S)
-            return self.fail(TransferFailed(reason if passed else touched, cause=cause))
-        finally:
-            self._touching.release()
+        limit_s = TOUCH_LIMIT_S if limit_s is None else limit_s
+        is_through = self._touching.acquire(timeout=limit_s)
+        if is_through:
+            try:
+                is_through = self._last_touch.wait(limit_s)
+            finally:
+                self._touching.release()
+        if not is_through:
+            reason = f"{reason}, and its pages are still being touched"
+        return self.fail(TransferFailed(reason, cause=cause))

@@ -30,8 +30,8 @@ Calls = dict[str, Callable[[], Any]]
 
 FOR_THE_WORKER = {
     "age_us", "attach", "check_going", "counter_set", "fail", "finish", "give_up", "going",
-    "is_over", "let_through", "mark_packed", "prepare", "restart_clock", "touching_pages",
-    "wait_written",
+    "is_over", "is_wanted", "is_written", "let_through", "mark_packed", "prepare", "restart_clock",
+    "touching_pages", "wait_written",
 }  # fmt: skip
 HARMLESS = {
     "address", "available", "client", "closed", "index", "left_s", "metrics_url", "pid",
@@ -136,6 +136,9 @@ class Family:
             self.get: {
                 "read": lambda: self.get.read(
                     self.linker.keys.object_keys(keys(1), "full"), address, [64], [0]
+                ),
+                "longer": lambda: self.get.longer(
+                    self.linker.keys.object_keys(keys(1), "full"), [64]
                 ),
                 "close": self.get.close,
             },

@@ -96,7 +96,8 @@ def test_owner_without_master_says_why():
     with pytest.raises(StoreError, match=r"nobody listens at master_address '127.0.0.1:1'"):
         owner.start()
     assert owner.log_path.exists()
-    owner.log_path.unlink()
+    owner.stop()
+    assert not owner.log_path.exists()
 
 
 def test_segment_must_not_be_tiny():

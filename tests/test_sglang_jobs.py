@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from kvferry.errors import ArgumentError, TransferFailed
-from kvferry.linker.sglang_jobs import Job, Opener, without_frames
+from kvferry.linker.sglang_jobs import Job, Opener
 from kvferry.linker.sglang_loads import LayerDoneCounter, Loads
 from kvferry.linker.sglang_offloads import Offloads
 from kvferry.linker.sglang_ranks import Ranks
 from kvferry.linker.sglang_transfers import Pages
 from kvferry.linker.streams import Fence
+from kvferry.linker.transfer import without_frames
 
 CPU = torch.device("cpu")
 LIMIT_S = 5.0

@@ -29,7 +29,7 @@ class Errand:
         self.over.set()
         return True
 
-    def give_up(self, reason: str, cause: str) -> bool:
+    def give_up(self, reason: str, cause: str, limit_s: float | None = None) -> bool:
         return self.fail(TransferFailed(reason, cause=cause))
 
 
