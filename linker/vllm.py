@@ -37,6 +37,7 @@ from kvferry.linker.vllm_scheduler import SchedulerSide
 from kvferry.linker.vllm_settings import read_connector_config, read_settings
 from kvferry.linker.vllm_setup import check_config, log_as_vllm, scheduler_side, worker_side
 from kvferry.linker.vllm_stats import since, totals
+from kvferry.linker.vllm_weights import Weights
 from kvferry.linker.vllm_worker import CLOSE_LIMIT_S, WorkerSide
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._left_stored: Counter[int] = Counter()
         self._generation = self._settings.connector.generation  # of a worker's keys
         self._untold_keys: list[RankKeys] = []
+        self._weights = Weights()
         self._is_closed = False
         self._store = MooncakeStore(self._store_config(role))
         if role == KVConnectorRole.SCHEDULER:
@@ -190,7 +192,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._plan.held.come_free_soon
 
     def reset_cache(self) -> bool | None:
-        """Find nothing any more that was stored so far; nothing is deleted. See `Generation`."""
+        """Find nothing more until the weights have been looked at; see `Generation`."""
         if self._scheduler is None:
             return None
         self._scheduler.reset()
@@ -201,6 +203,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe the caches, allocate staging, register it, start the threads."""
         self._caches = dict(kv_caches)
+        self._weights.find()
         self.restore_kv_caches()
 
     def unregister_kv_caches(self) -> None:
@@ -234,13 +237,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _rank_keys(self) -> RankKeys | None:
         if self._worker is None:
             return None
-        return RankKeys(self._generation, self._worker.group_keys())
+        return RankKeys(self._generation, self._worker.group_keys(), self._weights.digest)
 
     def _go_over_to(self, generation: str) -> None:
         """Make keys for another generation from now on, and tell the scheduler's side of them."""
         if generation == self._generation:
             return
         self._generation = generation
+        self._weights.look()
         if self._worker is not None:
             self._worker.renew(generation)
         keys = self._rank_keys()

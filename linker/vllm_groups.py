@@ -52,10 +52,12 @@ class RankKeys:
     Attributes:
         generation: of the weights that they are for.
         groups: by group.
+        weights: digest of the rank's weights; empty if they cannot be found.
     """
 
     generation: str
     groups: Mapping[int, GroupKeys]
+    weights: str = ""
 
 
 @dataclass(frozen=True)

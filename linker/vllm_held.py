@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 BRIEFLY_S = 0.2
@@ -90,3 +91,26 @@ class HeldBlocks:
         blocks = self._blocks.pop(number, [])
         self._num_blocks -= len(blocks)
         self._pool.free_blocks(reversed(blocks))  # the end of a prefix is evicted first
+
+
+@dataclass
+class Chosen:
+    """Blocks of a step's save.
+
+    Attributes:
+        room: how many there may be.
+        groups: group to page key to vLLM's block.
+    """
+
+    room: int
+    groups: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, group_id: int, key: str, block: Any) -> bool:
+        """Add a block, unless its key is there already; return whether there was room."""
+        blocks = self.groups.setdefault(group_id, {})
+        if key not in blocks:
+            if self.room <= 0:
+                return False
+            blocks[key] = block
+            self.room -= 1
+        return True

@@ -4,6 +4,7 @@ It holds no tensors and moves no bytes.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.store import Store
 from kvferry.linker.vllm_generation import Generation
 from kvferry.linker.vllm_groups import Prefixes, RankKeys
-from kvferry.linker.vllm_held import HeldBlocks
+from kvferry.linker.vllm_held import Chosen, HeldBlocks
 from kvferry.linker.vllm_jobs import GroupPages, LoadJob, SaveJob, StepJobs
 from kvferry.linker.vllm_load_plan import load_job
 from kvferry.linker.vllm_pools import NULL_BLOCK_ID
@@ -24,6 +25,9 @@ log = logging.getLogger(__name__)
 LOOK_BACK_BLOCKS = 64
 """Blocks that had no hash yet are looked at again for so long: vLLM hashes some a step or two late,
 and others, that it will not keep, never."""
+
+UNDECIDED_S = 2.0
+"""For so long behind a reset requests wait for the workers to look at their weights."""
 
 
 @dataclass
@@ -37,29 +41,6 @@ class _Known:
 
     request: Any
     num_seen: Counter[int] = field(default_factory=Counter)
-
-
-@dataclass
-class _Chosen:
-    """Blocks of a step's save.
-
-    Attributes:
-        room: how many there may be.
-        groups: group to page key to vLLM's block.
-    """
-
-    room: int
-    groups: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    def add(self, group_id: int, key: str, block: Any) -> bool:
-        """Add a block, unless its key is there already; return whether there was room."""
-        blocks = self.groups.setdefault(group_id, {})
-        if key not in blocks:
-            if self.room <= 0:
-                return False
-            blocks[key] = block
-            self.room -= 1
-        return True
 
 
 class SchedulerSide:
@@ -110,6 +91,7 @@ class SchedulerSide:
         self.generation = Generation(generation)
         self._num_workers = num_workers
         self._ranks: list[RankKeys] = []  # that have told of this generation
+        self._undecided_until_s = 0.0
         self.held = HeldBlocks(num_workers, max_held_share)
         self._store = store
         self._by_boundary = frozenset(by_boundary)
@@ -133,14 +115,16 @@ class SchedulerSide:
 
     # ---- loads ----
 
-    def matched_tokens(self, request: Any, num_computed: int) -> int:
-        """Return how many tokens behind `num_computed` could be loaded now.
+    def matched_tokens(self, request: Any, num_computed: int) -> int | None:
+        """Return how many tokens behind `num_computed` could be loaded now; None: ask again.
 
         May be asked again and again; that changes nothing.
         """
         self._computed[request.request_id] = num_computed
-        if getattr(request, "skip_reading_prefix_cache", False) or not self.prefixes.is_ready:
+        if getattr(request, "skip_reading_prefix_cache", False):
             return 0
+        if not self.prefixes.is_ready:
+            return None if time.monotonic() < self._undecided_until_s else 0
         if num_computed % self.prefixes.align_tokens:
             return 0  # a load begins and ends with whole blocks of every group
         # The last token is computed in any case: its logits are wanted.
@@ -197,7 +181,7 @@ class SchedulerSide:
         for request_id in gone & self._known.keys():
             self._known[request_id].num_seen.clear()
         loads, self._loads = self._loads, []
-        chosen = _Chosen(self.held.room)
+        chosen = Chosen(self.held.room)
         if self._pool is not None and self._table_of is not None:
             for request_id, num_tokens in num_scheduled.items():
                 known = self._known.get(request_id)
@@ -230,7 +214,7 @@ class SchedulerSide:
         known: _Known,
         table: Sequence[Sequence[int]],
         num_tokens: int,
-        chosen: "_Chosen",
+        chosen: Chosen,
     ) -> None:
         """Choose the blocks of a request that will be whole once this step has run."""
         request = known.request
@@ -260,7 +244,7 @@ class SchedulerSide:
         self,
         request: Any,
         offers: Sequence[tuple[int, int, int]],
-        chosen: "_Chosen",
+        chosen: Chosen,
     ) -> None:
         sizes = {group.group_id: group.block_tokens for group in self.prefixes.groups}
         for group_id, block_id, num_tokens in offers:
@@ -273,7 +257,7 @@ class SchedulerSide:
             if not chosen.add(group_id, wanted.hex(), block):
                 log.debug("state of %d tokens not saved: too many blocks are held", num_tokens)
 
-    def _save_of(self, chosen: "_Chosen") -> SaveJob | None:
+    def _save_of(self, chosen: Chosen) -> SaveJob | None:
         """Make a save of blocks, and hold them; None if there are none."""
         blocks = [block for group in chosen.groups.values() for block in group.values()]
         if not blocks:
@@ -331,11 +315,15 @@ class SchedulerSide:
     def learn_more(self, ranks: Iterable[RankKeys]) -> None:
         """Take the keys of some ranks; once those of all are known, prefixes can be found."""
         self._ranks += [keys for keys in ranks if keys.generation == self.generation.current]
-        if len(self._ranks) >= self._num_workers:
+        if len(self._ranks) < self._num_workers:
+            return
+        if self.generation.decide([keys.weights for keys in self._ranks]):
             self.prefixes.learn([keys.groups for keys in self._ranks])
+        else:  # with the next step the ranks hear of it, and tell anew
+            self._ranks = []
 
     def reset(self) -> None:
-        """Find nothing any more of what was stored, unless its generation was set by hand.
+        """Find nothing until the workers have looked at their weights; see `Generation`.
 
         Nothing is deleted: others may use it. Saves in flight end under the keys that they have.
         """
@@ -343,6 +331,7 @@ class SchedulerSide:
         if not self.generation.renew():
             return
         self._ranks = []
+        self._undecided_until_s = time.monotonic() + UNDECIDED_S
         self.prefixes.learn([])
         self._drop_delayed()
         # Requests that run on stand on what the old weights computed. What vLLM begins anew, it

@@ -53,7 +53,7 @@ class ConnectorConfig:
         staging_memory: `device`, `pinned`, `cpu` or `auto`; see `StagingBuffer`.
         model: the model's id in keys; vLLM's if empty.
         revision: of the weights; vLLM's if empty.
-        generation: of the weights, set by hand; resets keep it. See `Generation`.
+        generation: of the weights, set by hand, and kept. See `Generation`.
         loads: `async`: between steps; or `layerwise`: within the step that needs them, for models
             of one cache group.
         saves: `whole`: once a step has run; or `layerwise`: as it runs.

@@ -263,11 +263,18 @@ MUTANTS = (
         "tests/test_sglang_generations.py",
     ),
     Mutant(
-        "a reset keeps a generation that nobody has named",
+        "a reset keeps its generation whatever weights the ranks have",
         "linker/vllm_generation.py",
-        "if self._is_named:",
-        "if True:",
-        "tests/test_vllm_scheduler.py",
+        "weights, before = tuple(sorted(digests)), self.current",
+        "weights, before = (), self.current",
+        "tests/test_vllm_generation.py",
+    ),
+    Mutant(
+        "a digest of weights leaves the last parameter out",
+        "linker/vllm_weights.py",
+        "repr((names, on_host.tolist()))",
+        "repr((names, on_host[:-1].tolist()))",
+        "tests/test_vllm_generation.py",
     ),
     Mutant(
         "blocks that the old weights computed are saved after a reset",

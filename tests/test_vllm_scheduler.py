@@ -1,6 +1,7 @@
 """The scheduler's side for vLLM: lookups, loads, and blocks held while a save reads them."""
 
 import hashlib
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from test_vllm_groups import FULL, STATE, SWA, hashes, keys_of, prefixes
 
 from kvferry.errors import StoreUnavailable
-from kvferry.linker import vllm_held
+from kvferry.linker import vllm_held, vllm_scheduler
 from kvferry.linker.vllm_groups import Group, RankKeys
 from kvferry.linker.vllm_jobs import GroupPages, SaveJob, StepJobs
 from kvferry.linker.vllm_scheduler import LOOK_BACK_BLOCKS, SchedulerSide
@@ -297,12 +298,12 @@ def test_saves_in_flight_hold_no_more_than_their_share() -> None:
     assert saved(bed.side.step({"b": 1}, (), {})) == [14]
 
 
-def told(generation: str, rank: str = "r") -> RankKeys:
+def told(generation: str, rank: str = "r", weights: str = "") -> RankKeys:
     """What a rank of one group tells of its keys."""
-    return RankKeys(generation, {FULL.group_id: keys_of(rank, FULL)})
+    return RankKeys(generation, {FULL.group_id: keys_of(rank, FULL)}, weights)
 
 
-def test_a_reset_draws_a_generation_and_deletes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reset_over_unknown_weights_draws_a_generation(caplog: pytest.LogCaptureFixture) -> None:
     bed = Bed(num_workers=2)
     one = request("a", 65)
     bed.store(FULL, one.block_hashes, range(4))
@@ -313,11 +314,11 @@ def test_a_reset_draws_a_generation_and_deletes_nothing(caplog: pytest.LogCaptur
     drawn = bed.side.generation.current
     assert drawn.startswith("drawn-")
     assert bed.side.step({}, (), {}).generation == drawn
-    assert f"{drawn!r} was drawn" in caplog.text
-    assert bed.side.matched_tokens(one, 0) == 0  # the ranks have yet to tell of their new keys
+    assert bed.side.matched_tokens(one, 0) is None  # the ranks have yet to tell
     bed.side.learn_more([told(drawn, "r"), told("", "s"), told("drawn-before", "s")])
-    assert bed.side.matched_tokens(one, 0) == 0
+    assert bed.side.matched_tokens(one, 0) is None
     bed.side.learn_more([told(drawn, "s")])
+    assert f"{drawn!r} was drawn" in caplog.text
     assert bed.side.matched_tokens(one, 0) == 0
     for rank in ("r", "s"):
         keys = FULL.page_keys(one.block_hashes, 16, 2)
@@ -325,6 +326,35 @@ def test_a_reset_draws_a_generation_and_deletes_nothing(caplog: pytest.LogCaptur
     assert bed.side.matched_tokens(one, 0) == 32
     bed.side.reset()
     assert bed.side.generation.current not in ("", drawn)
+
+
+def test_a_reset_over_the_same_weights_keeps_the_generation() -> None:
+    bed = Bed(num_workers=2)
+    one = request("a", 65)
+    bed.side.learn([told("", "r", "1"), told("", "s", "2")])
+    for rank in ("r", "s"):
+        bed.objects |= set(keys_of(rank, FULL).object_keys(FULL.page_keys(one.block_hashes, 16, 4)))
+    assert bed.side.matched_tokens(one, 0) == 64
+    bed.side.reset()
+    drawn = bed.side.generation.current
+    bed.side.learn_more([told(drawn, "r", "1"), told(drawn, "s", "2")])
+    assert bed.side.matched_tokens(one, 0) is None  # they have yet to hear of it
+    assert bed.side.step({}, (), {}).generation == ""
+    bed.side.learn_more([told("", "r", "1"), told("", "s", "2")])
+    assert bed.side.matched_tokens(one, 0) == 64
+    bed.side.reset()
+    drawn = bed.side.generation.current
+    bed.side.learn_more([told(drawn, "r", "1"), told(drawn, "s", "3")])
+    assert bed.side.step({}, (), {}).generation.startswith("weights-")
+
+
+def test_requests_do_not_wait_for_ever_for_ranks_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_scheduler, "UNDECIDED_S", 0.05)
+    bed = Bed()
+    bed.side.reset()
+    assert bed.side.matched_tokens(request("a", 65), 0) is None
+    time.sleep(0.06)
+    assert bed.side.matched_tokens(request("a", 65), 0) == 0
 
 
 def test_a_generation_set_by_hand_outlives_resets() -> None:

@@ -35,16 +35,69 @@ def found(engine: Engine) -> int:
     return answer.num_external
 
 
-def test_a_reset_ends_this_engines_generation_and_deletes_nothing(make: Make) -> None:
-    first, second = make(), make()
+def update(engine: Engine, value: float) -> None:
+    """Change the weights, of which vLLM tells nobody."""
+    for worker in engine.workers:
+        torch.nn.init.constant_(worker.model.weight, value)
+
+
+def generations_of(engine: Engine) -> set[str]:
+    """What the keys of all workers have, and the scheduler's."""
+    ours = {
+        linker.keys.generation
+        for worker in engine.workers
+        for linker in worker.connector._worker.linkers.values()
+    }
+    return ours | {engine.connector._plan.generation.current}
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_reset_without_new_weights_keeps_the_generation(runner: str, make: Make) -> None:
+    first, second = make(runner=runner), make(runner=runner)
     assert found(first) == 0
-    assert found(second) == 192
+    for _ in range(2):
+        assert reset(first)
+        assert reset(first)  # twice, and nobody has told yet
+        assert found(first) == 192
+        assert found(second) == 192
+    assert generations_of(first) == {""}
+    check(first, second)
+
+
+def test_new_weights_are_a_new_generation(make: Make) -> None:
+    first, second, third = make(), make(), make()
+    assert found(first) == 0
+    update(first, 7.0)
     assert reset(first)
     assert found(first) == 0
-    assert found(first) == 192  # of its own new generation
-    assert found(second) == 192  # of the old one, which others go on to use
+    assert found(first) == 192
+    assert found(second) == 192  # nothing is deleted: others go on with the old weights
+    update(second, 7.0)
     assert reset(second)
-    assert found(second) == 0
+    assert found(second) == 192  # engines with the same weights meet
+    assert generations_of(first) == generations_of(second)
+    update(third, 8.0)
+    assert reset(third)
+    assert found(third) == 0
+    update(third, 1.0)  # and back to those that it started with
+    assert reset(third)
+    assert found(third) == 192
+    assert generations_of(third) == {""}
+    check(first, second, third)
+
+
+def test_weights_that_cannot_be_seen(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = make(), make()
+    for worker in first.workers:
+        worker.model = None
+    assert found(first) == 0
+    assert reset(first)
+    assert found(first) == 0
+    (generation,) = generations_of(first)
+    assert generation.startswith("drawn-")
+    assert "whether weights changed cannot be seen" in caplog.text
+    assert found(first) == 192
+    assert found(second) == 192
     check(first, second)
 
 
@@ -59,19 +112,36 @@ def test_a_generation_set_by_hand_outlives_resets(make: Make) -> None:
     check(first, second)
 
 
-def test_ranks_go_over_together(make_pair: Make) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_go_over_together(rank: int, make_pair: Make) -> None:
+    """Also where the weights of one alone are seen to change."""
     first, second = make_pair("deepseek_v32"), make_pair("deepseek_v32")
     assert found(first) == 0
     assert found(second) == 192
+    torch.nn.init.constant_(second.workers[rank].model.weight, 7.0)
     assert reset(second)
     assert found(second) == 0
     assert found(second) == 192
-    first_rank, second_rank = (
-        {linker.keys.generation for linker in worker.connector._worker.linkers.values()}
-        for worker in second.workers
-    )
-    assert first_rank == second_rank == {second.connector._plan.generation.current}
+    assert len(generations_of(second)) == 1
+    assert reset(second)
+    assert found(second) == 192
     check(first, second)
+
+
+def test_running_requests_over_new_weights(make: Make) -> None:
+    """Of what they computed before nothing is found under the new generation."""
+    engine = make()
+    asked = [engine.add(prompt(100, branch=branch), 30) for branch in range(3)]
+    engine.until(lambda: all(len(answer.tokens) > 3 for answer in asked))
+    update(engine, 7.0)
+    old = engine.stores[0].count("put")
+    assert engine.connector.reset_cache()  # and vLLM's own cache is not reset
+    engine.run()
+    engine.settle()
+    assert engine.stores[0].count("put") == old
+    engine.flush()
+    assert found(engine) == 0
+    check(engine)
 
 
 @pytest.mark.parametrize("saves", ["whole", "layerwise"])
@@ -83,6 +153,7 @@ def test_a_save_in_flight_does_not_hold_up_a_reset(saves: str, make: Make) -> No
     answer = first.add(prompt(200), 1)
     first.until(lambda: bool(answer.reason))
     pause.wait()
+    update(first, 7.0)
     assert first.connector.reset_cache()
     pause.release()
     first.run()
@@ -97,6 +168,7 @@ def test_ranks_that_sleep_while_a_generation_ends(make: Make) -> None:
     engine = make()
     found(engine)
     worker = engine.workers[0].connector
+    update(engine, 7.0)
     assert reset(engine)
     worker.unregister_kv_caches()
     worker.restore_kv_caches()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from model import Layer, Span, layers_of, next_token
 from plan import Plan
 from vllm.config import VllmConfig
@@ -39,6 +40,7 @@ class Worker:
     Attributes:
         connector: kvferry's.
         layers: of the model, in its order.
+        model: what stands for its weights; None if it cannot be had.
         seen: the metadata of all steps.
         spoiled: what steps read wrong.
     """
@@ -60,6 +62,9 @@ class Worker:
         self.connector = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, plan.config
         )
+        self.model: torch.nn.Module | None = torch.nn.Linear(4, 4)
+        torch.nn.init.constant_(self.model.weight, 1.0 + rank)
+        torch.nn.init.constant_(self.model.bias, 0.0)
         self.told = told
         self.seen: list[Any] = []
         self.spoiled: list[str] = []
@@ -74,6 +79,10 @@ class Worker:
             self._runner = ActiveKVConnector(config, plan.caches)
         for layer in self.layers:
             config.compilation_config.static_forward_context[layer.name] = layer
+
+    def get_model(self) -> torch.nn.Module | None:
+        """As vLLM's runners have it."""
+        return self.model
 
     def execute(self, scheduled: Any) -> ModelRunnerOutput:
         """Run a step as the scheduler has it; it has come by way of bytes, as between processes."""
