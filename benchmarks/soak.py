@@ -2,7 +2,9 @@
 
 Two linkers over two clients of one small store write and read the same keys, whole and layer by
 layer, while master and owner are killed and frozen and objects are removed, replaced and crowded
-out. Wrong bytes, leaks and hangs must be none; failures are counted by cause, and are no fault.
+out. Now and then the master loses all objects while saves are held between two layers, and another
+client stores its own in their place. Wrong bytes, overwritten victims, leaks and hangs must be
+none; failures are counted by cause, and are no fault.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from soak_callers import Caller
 from soak_cluster import Cluster
 from soak_ending import close_at_work, leaks, num_recovered
 from soak_faults import Faults
+from soak_quiet import Quiet
 from soak_tally import Tally
 from soak_watch import HANG_S, Watch, peak_bytes
 
@@ -67,6 +70,7 @@ def main() -> int:
         print(line)
     bars = [
         Bar("wrong_bytes", tally.wrong["wrong bytes"], 0, at_least=False),
+        Bar("overwritten_victims", tally.wrong["victims"], 0, at_least=False),
         Bar("wrong_results", tally.wrong["results"], 0, at_least=False),
         Bar("unexpected_errors", tally.wrong["errors"], 0, at_least=False),
         Bar("hangs", tally.wrong["hangs"], 0, at_least=False),
@@ -103,13 +107,14 @@ def _run(
     seed: int, seconds: float, cluster: Cluster, tally: Tally, watch: Watch, *, faulty: bool
 ) -> list[str]:
     """Let callers and faults run; return the names of threads that did not end."""
+    quiet = Quiet(sum(CALLERS.values()))
     threads: list[threading.Thread] = [
-        Caller(number, seed, engine, tally, watch)
+        Caller(number, seed, engine, tally, watch, quiet)
         for engine in cluster.engines
         for number in range(CALLERS[engine.name])
     ]
     if faulty:
-        threads.append(Faults(seed, cluster, tally, watch.stopping))
+        threads.append(Faults(seed, cluster, tally, watch.stopping, quiet))
     for thread in threads:
         thread.start()
     end = time.monotonic() + seconds

@@ -1,5 +1,6 @@
 """What the callers of a soak do: saves and loads of every form, whole, cancelled or let expire."""
 
+import itertools
 import random
 import threading
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 from soak_cluster import CHAIN_PAGES, NUM_CHAINS, Engine, Prefix
 from soak_pages import Ids
+from soak_quiet import Quiet
 from soak_tally import Tally
 from soak_watch import Watch
 
@@ -20,8 +22,12 @@ FORMS = {"save whole": 3, "save layers": 3, "load whole": 4, "load layers": 4, "
 """How often each form is chosen, relative to the others."""
 IDLE_PAUSE_S = 0.02
 """After an operation that moved nothing, so that outages are not all that is counted."""
+HELD_AT_LAYER = 4
+"""Where a save waits for a quiet to end: some of its layer groups are sent, the largest is not."""
 NO_DEADLINE_S = 40.0
 """Longer than any transfer's deadline: a result that is not there by then will not come."""
+
+_new_chains = itertools.count(10 * NUM_CHAINS)
 
 
 @dataclass
@@ -45,24 +51,30 @@ class Request:
 class Caller(threading.Thread):
     """One caller; runs operations until it is told to stop."""
 
-    def __init__(self, number: int, seed: int, engine: Engine, tally: Tally, watch: Watch) -> None:
+    def __init__(
+        self, number: int, seed: int, engine: Engine, tally: Tally, watch: Watch, quiet: Quiet
+    ) -> None:
         super().__init__(name=f"soak-{engine.name}-{number}", daemon=True)
         self._rng = random.Random(f"{seed}-{number}")
         self._engine = engine
         self._tally = tally
         self._watch = watch
+        self._quiet = quiet
 
     def run(self) -> None:
         """Run operations; whatever they raise is counted, never swallowed."""
         forms: dict[str, Callable[[], str]] = {
             "save whole": self._save_whole,
             "save layers": self._save_layers,
+            "save held": self._save_held,
             "load whole": self._load_whole,
             "load layers": lambda: self._load_layers("load layers", 1),
             "load batch": lambda: self._load_layers("load batch", self._rng.randint(2, 4)),
         }
         while not self._watch.stopping.is_set():
             (form,) = self._rng.choices(list(FORMS), list(FORMS.values()))
+            if self._quiet.wanted:
+                form = "save held"
             with self._watch.operation(form):
                 try:
                     outcome = forms[form]()
@@ -118,6 +130,27 @@ class Caller(threading.Thread):
             save.cancel()
         outcome = self._end_save("save layers", save, ids)
         self._give_back(ids, f"a save by layers that was {outcome}")
+        return outcome
+
+    def _save_held(self) -> str:
+        """Begin to save pages that nobody has saved, and go on when the quiet is over."""
+        prefix = Prefix(next(_new_chains), CHAIN_PAGES)
+        counts = _counts(prefix, saving=True)
+        # Those whose deadlines are shorter than the quiet have nothing in hand.
+        ids = self._pages.lend(counts) if self._engine.name == "patient" else None
+        save = ids and self._begin_save("save held", prefix, ids, layerwise=True)
+        if ids is None or save is None:
+            self._quiet.hold()
+            return "nothing in hand"
+        for layer_id in range(self._layout.num_layers):
+            if layer_id == HELD_AT_LAYER:
+                self._quiet.hold()
+            for space, pages in ids.items():
+                tags = prefix.tags(space, saving=True)
+                write_telling(self._layout, space, pages, tags, layers=[layer_id])
+            save.layer_written(layer_id)
+        outcome = self._end_save("save held", save, ids)
+        self._give_back(ids, f"a held save that was {outcome}")
         return outcome
 
     def _begin_save(self, form: str, prefix: Prefix, ids: Ids, *, layerwise: bool) -> Any:

@@ -45,6 +45,8 @@ CHAIN_PAGES = 24
 SEGMENT_BYTES = 16 << 20
 """Half of what all chains together take, so that the store evicts all the time."""
 LEASE_S = 3.0
+CLIENT_TTL_S = 4
+"""After this the master drops an owner that says nothing; less than a put session may last."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Cluster:
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
         self._stack = ExitStack()
-        flags = ["--client_ttl=4"]
+        flags = [f"--client_ttl={CLIENT_TTL_S}"]
         self.master = LocalMaster(lease_ttl_s=LEASE_S, extra_flags=flags)
         self._stack.enter_context(self.master)
         self.owner = LocalOwner(self.master.address, SEGMENT_BYTES)

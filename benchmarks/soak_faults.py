@@ -6,10 +6,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from soak_cluster import CHAIN_PAGES, NUM_CHAINS, Cluster, Engine
+from soak_cluster import CHAIN_PAGES, CLIENT_TTL_S, NUM_CHAINS, Cluster, Engine
+from soak_quiet import Quiet
 from soak_tally import Tally
+from soak_victims import Victims
 
 from kvferry.errors import StoreError
 from kvferry.linker.eviction import evict
@@ -28,8 +31,12 @@ KINDS = {
     "master frozen": 2,
     "master restarted": 2,
     "owner restarted": 2,
+    "master restarted unnoticed": 4,
+    "owner remounted unnoticed": 3,
 }
 """How often each kind is chosen, relative to the others."""
+SAVES_S = 2.0
+"""Within this, saves that were held have sent what they had left, or failed."""
 _SCRATCH_BYTES = 1 << 20
 _RESTART_S = 30.0
 
@@ -38,13 +45,20 @@ class Faults(threading.Thread):
     """Injects faults, one after the other, until it is told to stop; leaves everything running."""
 
     def __init__(
-        self, seed: int, cluster: Cluster, tally: Tally, stopping: threading.Event
+        self,
+        seed: int,
+        cluster: Cluster,
+        tally: Tally,
+        stopping: threading.Event,
+        quiet: Quiet,
     ) -> None:
         super().__init__(name="soak-faults", daemon=True)
         self._rng = random.Random(f"{seed}-faults")
         self._cluster = cluster
         self._tally = tally
         self._stopping = stopping
+        self._quiet = quiet
+        self.victims = Victims(cluster.client(), tally)
         self._store = cluster.client()
         self._scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8)
         self._store.register(self._scratch.data_ptr(), _SCRATCH_BYTES)
@@ -54,10 +68,12 @@ class Faults(threading.Thread):
             "object with another's bytes": self._exchange,
             "object cut short": self._cut,
             "store crowded": self._crowd,
-            "owner frozen": lambda: self._freeze(self._cluster.owner.pid),
+            "owner frozen": lambda: self._among_victims(self._freeze, self._cluster.owner.pid),
             "master frozen": lambda: self._freeze(self._cluster.master.pid),
-            "master restarted": self._restart_master,
+            "master restarted": lambda: self._among_victims(self._restart_master),
             "owner restarted": self._restart_owner,
+            "master restarted unnoticed": lambda: self._unnoticed(self._restart_master),
+            "owner remounted unnoticed": lambda: self._unnoticed(self._remount_owner),
         }
 
     def run(self) -> None:
@@ -111,6 +127,57 @@ class Faults(threading.Thread):
                 time.sleep(0.5)
             else:
                 return
+
+    # ---- with objects of others ----
+
+    def _among_victims(self, fault: Callable[..., bool], *arguments: Any) -> bool:
+        """Let others store objects when a fault is over, beside what goes on in its wake."""
+        if not fault(*arguments):
+            return False
+        self.victims.store_many()
+        self._compare_victims(fault)
+        return True
+
+    def _unnoticed(self, fault: Callable[[], bool]) -> bool:
+        """Let the master lose all objects between two calls, and others store some in their place.
+
+        Saves that were begun before it then go on; none of their bytes may land in those.
+        """
+        if not self._is_well():  # a save that cannot begin would not be there to go on
+            return False
+        with self._quiet.begin() as at_rest:
+            if not at_rest or not fault() or not self.victims.store_many():
+                return False
+        self._compare_victims(fault)
+        return True
+
+    def _is_well(self) -> bool:
+        """Whether the store takes objects and every linker may ask it, after a while at most."""
+        end_s = time.monotonic() + _RESTART_S
+        while time.monotonic() < end_s and not self._stopping.is_set():
+            if all(engine.store.available for engine in self._cluster.engines):
+                is_well = self.victims.store_many()
+                self.victims.let_go()
+                if is_well:
+                    return True
+            time.sleep(0.1)
+        return False
+
+    def _compare_victims(self, fault: Callable[..., bool]) -> None:
+        time.sleep(SAVES_S)
+        self.victims.compare(fault.__name__.strip("_"))
+        self.victims.let_go()
+
+    def _remount_owner(self) -> bool:
+        pid = self._cluster.owner.pid
+        if pid is None:
+            return False
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(CLIENT_TTL_S + 2)  # the master looks every second
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        return True
 
     # ---- objects ----
 

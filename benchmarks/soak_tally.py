@@ -16,6 +16,7 @@ class Tally:
         causes: of failed transfers and objects, by form and cause.
         begun: transfers that a linker took, by engine and kind.
         faults: by kind.
+        victims: of other clients' objects, how many were stored and how often they were compared.
         wrong: what was wrong with bytes or results, by kind of finding; must stay empty.
         reports: the first findings in full.
     """
@@ -26,6 +27,7 @@ class Tally:
         self.causes: Counter[tuple[str, str]] = Counter()
         self.begun: Counter[tuple[str, str]] = Counter()
         self.faults: Counter[str] = Counter()
+        self.victims: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
         self.reports: list[str] = []
 
@@ -48,6 +50,11 @@ class Tally:
         """Count a fault that was injected."""
         with self._lock:
             self.faults[kind] += 1
+
+    def victim(self, what: str, count: int) -> None:
+        """Count other clients' objects that were stored or compared."""
+        with self._lock:
+            self.victims[what] += count
 
     def found(self, kind: str, what: str) -> None:
         """Count something that must never be, and print the first ones at once."""
@@ -76,5 +83,9 @@ class Tally:
                 *(
                     {"what": f"fault: {kind}", "count": count}
                     for kind, count in sorted(self.faults.items())
+                ),
+                *(
+                    {"what": f"victims {what}", "count": count}
+                    for what, count in sorted(self.victims.items())
                 ),
             ]
