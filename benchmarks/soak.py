@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from bars import Bar, report
 from soak_callers import Caller
 from soak_cluster import Cluster
 from soak_ending import close_at_work, leaks, num_recovered
-from soak_faults import Faults
+from soak_faults import KINDS, Faults
 from soak_quiet import Quiet
 from soak_tally import Tally
 from soak_watch import HANG_S, Watch, peak_bytes
@@ -47,7 +48,8 @@ def main() -> int:
     threads_before = threading.active_count()
     cluster = Cluster(tally)
     began = time.monotonic()
-    alive = _run(seed, seconds, cluster, tally, watch, faulty=not options.no_faults)
+    kinds = [] if options.no_faults else [kind for kind in KINDS if options.faults in kind]
+    alive = _run(seed, seconds, cluster, tally, watch, kinds)
     taken_s = time.monotonic() - began
     if alive:
         print("threads hang:", ", ".join(alive), flush=True)
@@ -79,6 +81,8 @@ def main() -> int:
         Bar("linkers_that_recovered", recovered, len(cluster.engines), at_least=True),
         Bar("growth_mb", watch.growth_bytes() / 1e6, GROWTH_BYTES / 1e6, at_least=False),
     ]
+    if options.no_faults:  # nobody has spoilt an object, so none may be taken for spoilt
+        bars.append(Bar("loads_refused_as_spoilt", tally.num_spoilt, 0, at_least=False))
     status = report("soak", rows, bars)
     if status == 0:
         log_path.unlink()
@@ -89,7 +93,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, help="of callers and faults; chosen if left out")
-    parser.add_argument("--no-faults", action="store_true", help="inject none, show all refusals")
+    parser.add_argument("--faults", default="", help="only those whose names hold this text")
+    parser.add_argument("--no-faults", action="store_true", help="inject none; no load may be bad")
     parser.add_argument("--write", action="store_true", help="record the figures")
     return parser.parse_args()
 
@@ -104,7 +109,7 @@ def _logs_apart() -> Path:
 
 
 def _run(
-    seed: int, seconds: float, cluster: Cluster, tally: Tally, watch: Watch, *, faulty: bool
+    seed: int, seconds: float, cluster: Cluster, tally: Tally, watch: Watch, kinds: Sequence[str]
 ) -> list[str]:
     """Let callers and faults run; return the names of threads that did not end."""
     quiet = Quiet(sum(CALLERS.values()))
@@ -113,8 +118,8 @@ def _run(
         for engine in cluster.engines
         for number in range(CALLERS[engine.name])
     ]
-    if faulty:
-        threads.append(Faults(seed, cluster, tally, watch.stopping, quiet))
+    if kinds:
+        threads.append(Faults(seed, cluster, tally, watch.stopping, quiet, kinds))
     for thread in threads:
         thread.start()
     end = time.monotonic() + seconds

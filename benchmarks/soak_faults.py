@@ -5,7 +5,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Faults(threading.Thread):
         tally: Tally,
         stopping: threading.Event,
         quiet: Quiet,
+        kinds: Sequence[str],
     ) -> None:
         super().__init__(name="soak-faults", daemon=True)
         self._rng = random.Random(f"{seed}-faults")
@@ -58,6 +59,7 @@ class Faults(threading.Thread):
         self._tally = tally
         self._stopping = stopping
         self._quiet = quiet
+        self._weights = {kind: KINDS[kind] for kind in kinds}
         self.victims = Victims(cluster.client(), tally)
         self._store = cluster.client()
         self._scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8)
@@ -79,7 +81,7 @@ class Faults(threading.Thread):
     def run(self) -> None:
         """Inject faults; those that hit nothing are not counted."""
         while not self._stopping.wait(self._rng.expovariate(1 / PAUSE_S)):
-            (kind,) = self._rng.choices(list(KINDS), list(KINDS.values()))
+            (kind,) = self._rng.choices(list(self._weights), list(self._weights.values()))
             self.inject(kind)
 
     def inject(self, kind: str) -> None:

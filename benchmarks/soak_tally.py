@@ -5,6 +5,8 @@ import traceback
 from collections import Counter
 from typing import Any
 
+from kvferry.linker.lookup import SPOILT
+
 MAX_REPORTS = 20
 
 
@@ -35,6 +37,12 @@ class Tally:
         """Count an operation that ended."""
         with self._lock:
             self.operations[form, outcome] += 1
+
+    @property
+    def num_spoilt(self) -> int:
+        """How many loads were refused because an object was not what it should be."""
+        with self._lock:
+            return sum(count for (_, cause), count in self.causes.items() if cause in SPOILT)
 
     def failed(self, form: str, cause: str) -> None:
         """Count why a transfer, an object or a wait failed."""

@@ -14,6 +14,7 @@ from soak_tally import Tally
 
 from kvferry import MooncakeStore
 from kvferry.errors import StoreError
+from kvferry.linker.eviction import evict
 from kvferry.linker.store import ObjectResult, Outcome
 
 VICTIM_BYTES = 16 << 10
@@ -54,7 +55,7 @@ class Victims:
     def let_go(self) -> None:
         """Give the memory back, and begin anew; nobody else reads them, so leases do not count."""
         keys, self._keys = self._keys, []
-        self._try(lambda: self._store.remove(keys, force=True))
+        self._try(lambda: evict(self._store, keys))
 
     def _store_some(self) -> bool:
         keys = [f"victim-{self._next + number}" for number in range(_PER_CALL)]
