@@ -24,6 +24,8 @@ IDLE_PAUSE_S = 0.02
 """After an operation that moved nothing, so that outages are not all that is counted."""
 HELD_AT_LAYER = 4
 """Where a save waits for a quiet to end: some of its layer groups are sent, the largest is not."""
+HELD_PAGES = (CHAIN_PAGES, 5 * CHAIN_PAGES)
+"""How many pages such a save has: its objects fit into staging, or by far not."""
 NO_DEADLINE_S = 40.0
 """Longer than any transfer's deadline: a result that is not there by then will not come."""
 
@@ -134,7 +136,7 @@ class Caller(threading.Thread):
 
     def _save_held(self) -> str:
         """Begin to save pages that nobody has saved, and go on when the quiet is over."""
-        prefix = Prefix(next(_new_chains), CHAIN_PAGES)
+        prefix = Prefix(next(_new_chains), self._rng.choice(HELD_PAGES))
         counts = _counts(prefix, saving=True)
         # Those whose deadlines are shorter than the quiet have nothing in hand.
         ids = self._pages.lend(counts) if self._engine.name == "patient" else None
