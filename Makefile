@@ -43,7 +43,7 @@ mutants: $(READY) ## deliberate faults in the library: does the suite catch each
 
 MINUTES ?= 10
 soak: $(READY) ## saves, loads, cancels and faults for MINUTES=10, every byte checked
-	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(FAULTS),--faults '$(FAULTS)')
 
 test-newest: $(READY_NEWEST) ## the kernels' tests with the newest Triton, in an environment of its own
 	KVFERRY_HYPOTHESIS=few .venv-newest/bin/python -m pytest $(NEWEST_TESTS)
