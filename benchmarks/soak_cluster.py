@@ -113,6 +113,7 @@ class Cluster:
         master: started, and restarted by faults.
         owner: likewise.
         engines: two, that write the same keys; the second one's transfers have short deadlines.
+        bare: one that stores objects without checksums, for somebody else.
     """
 
     def __init__(self, tally: Tally) -> None:
@@ -133,6 +134,7 @@ class Cluster:
             ),
             self._engine("hasty", 1 << 21, transfer_timeout_s=0.5, wait_timeout_s=2.0),
         ]
+        self.bare = self._engine("bare", 1 << 20, transfer_timeout_s=5.0, integrity=False)
 
     def client(self) -> MooncakeStore:
         """Return one more client, closed with the cluster."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from soak_bare import BareObjects
 from soak_cluster import CHAIN_PAGES, CLIENT_TTL_S, NUM_CHAINS, Cluster, Engine
 from soak_quiet import Quiet
 from soak_tally import Tally
@@ -60,7 +61,7 @@ class Faults(threading.Thread):
         self._stopping = stopping
         self._quiet = quiet
         self._weights = {kind: KINDS[kind] for kind in kinds}
-        self.victims = Victims(cluster.client(), tally)
+        self.victims = Victims(cluster.client(), tally, BareObjects(cluster.bare))
         self._store = cluster.client()
         self._scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8)
         self._store.register(self._scratch.data_ptr(), _SCRATCH_BYTES)

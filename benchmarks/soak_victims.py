@@ -1,7 +1,7 @@
 """Objects of somebody else: stored while kvferry's sessions are void, compared byte by byte.
 
-Plain Mooncake objects without a checksum, as those of `integrity=False` are: where kvferry writes
-into memory that is not its own any more, nothing but this comparison tells.
+Plain Mooncake objects, and some of a linker with `integrity=False`: none has a checksum, so where
+kvferry writes into memory that is not its own any more, nothing but this comparison tells.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from soak_bare import BareObjects
 from soak_tally import Tally
 
 from kvferry import MooncakeStore
@@ -27,9 +28,10 @@ _BACK_S = 20.0
 class Victims:
     """One client's objects; for one thread."""
 
-    def __init__(self, store: MooncakeStore, tally: Tally) -> None:
+    def __init__(self, store: MooncakeStore, tally: Tally, bare: BareObjects | None = None) -> None:
         self._store = store
         self._tally = tally
+        self._bare = bare
         self._memory = torch.zeros(_PER_CALL * VICTIM_BYTES, dtype=torch.uint8)
         store.register(self._memory.data_ptr(), self._memory.numel())
         self._keys: list[str] = []
@@ -43,6 +45,8 @@ class Victims:
                 if self._keys or time.monotonic() > end_s:
                     break
                 time.sleep(0.1)  # neither master nor owner may be back yet
+            elif self._bare is not None and not self._bare.num_stored:
+                self._tally.victim("stored", self._bare.store())
         return bool(self._keys)
 
     def compare(self, during: str) -> None:
@@ -51,11 +55,18 @@ class Victims:
         for first in range(0, len(self._keys), _PER_CALL):
             there += self._compare_some(self._keys[first : first + _PER_CALL], during)
         self._keys = there
+        if self._bare is not None:
+            num_there, wrong = self._bare.compare()
+            self._tally.victim("compared", num_there)
+            for key in wrong:
+                self._tally.found("victims", f"{key}, stored around {during!r}, is not what it was")
 
     def let_go(self) -> None:
         """Give the memory back, and begin anew; nobody else reads them, so leases do not count."""
         keys, self._keys = self._keys, []
         self._try(lambda: evict(self._store, keys))
+        if self._bare is not None:
+            self._bare.let_go()
 
     def _store_some(self) -> bool:
         keys = [f"victim-{self._next + number}" for number in range(_PER_CALL)]
