@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import soak_victims
 import torch
+from soak_bare import BareObjects
+from soak_cluster import CHAIN_PAGES, Cluster
 from soak_tally import Tally
 
 from kvferry import LocalMaster, LocalOwner, MooncakeConfig, MooncakeStore
@@ -76,3 +78,20 @@ def test_an_overwritten_victim_is_found(
         assert wrong in tally.reports[0]
         assert len(victims._keys) == 98
         victims.let_go()
+
+
+def test_an_overwritten_object_without_checksum_is_found() -> None:
+    cluster = Cluster(Tally())
+    try:
+        bare = BareObjects(cluster.bare)
+        num_stored = bare.store()
+        assert num_stored > CHAIN_PAGES
+        assert bare.compare() == (num_stored, [])
+        (wrong, content), (gone, _), *_ = bare._contents.items()
+        evict(cluster.bare.store, [wrong, gone])
+        memory = torch.zeros_like(content)
+        cluster.bare.store.register(memory.data_ptr(), len(memory))
+        cluster.bare.store.put([wrong], [memory.data_ptr()], [len(memory)])
+        assert bare.compare() == (num_stored - 1, [wrong])
+    finally:
+        cluster.close()
