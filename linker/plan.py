@@ -169,7 +169,7 @@ def plan_transfer(
                 scheme.fingerprint(space),
             )
         )
-    if unique:
+    if unique and rows:
         _check_complete(layout, checked, rows, partial=partial)
     return tuple(plan for plan in plans if plan.keys)
 
@@ -190,17 +190,18 @@ def _check_complete(
                     f"page_ids have no {space!r}, wanted all of {layout.spaces}, or partial=True"
                 )
             first = num_keys - pages_needed(layout, space, num_keys)
-            lacking = np.flatnonzero(rows[space][first:] == -1)
-            if lacking.size:
+            needed = rows[space][first:]
+            if needed.size and needed.min() < 0:
+                index = first + int(needed.argmin())
                 raise ArgumentError(
-                    f"page_ids of {space!r} are -1 for keys[{first + int(lacking[0])}], wanted a "
-                    f"page for the last {num_keys - first} of {num_keys} keys, or partial=True"
+                    f"page_ids of {space!r} are -1 for keys[{index}], wanted a page for the last "
+                    f"{num_keys - first} of {num_keys} keys, or partial=True"
                 )
-    without = np.ones(num_keys, dtype=bool)
-    for row in rows.values():
-        without &= row == -1
+        if "full" in rows:
+            return  # a page for each key
+    without = np.maximum.reduce(list(rows.values())) < 0
     if without.any():
-        index = int(np.flatnonzero(without)[0])
+        index = int(without.argmax())
         raise ArgumentError(
             f"page_ids are -1 in every index space for keys[{index}], {shown(keys[index])}, wanted "
             "a page in one at least, or the key left out"
