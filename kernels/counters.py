@@ -16,10 +16,13 @@ from contextlib import contextmanager
 
 import torch
 
+from kvferry.arguments import device_of, of_type, one_of, or_none, sequence, whole_number
 from kvferry.errors import ArgumentError
 from kvferry.kernels.counter_memory import CounterMemory
 from kvferry.kernels.handles import Launch, is_interpreted
 from kvferry.kernels.signals import _wait_kernel
+
+MOST_SIGNALS = 2**31 - 1
 
 CPU_POLL_S = 1e-3
 
@@ -59,7 +62,7 @@ class LayerCounters:
     def __init__(
         self,
         num_layers: int,
-        device: torch.device,
+        device: torch.device | str,
         *,
         scope: str = "sys",
         stream: torch.cuda.Stream | None = None,
@@ -79,12 +82,11 @@ class LayerCounters:
         Raises:
             ArgumentError: an argument is none of these.
         """
-        if num_layers < 1:
-            raise ArgumentError(f"num_layers is {num_layers}, wanted at least 1")
-        if scope not in ("gpu", "sys"):
-            raise ArgumentError(f"scope is {scope!r}, wanted 'gpu' or 'sys'")
-        if backend not in ("auto", "triton", "reference"):
-            raise ArgumentError(f"backend is {backend!r}, wanted 'auto', 'triton' or 'reference'")
+        num_layers = whole_number("num_layers", num_layers, 1, 2**31 - 1)
+        device = device_of("device", device)
+        one_of("scope", scope, ("gpu", "sys"))
+        one_of("backend", backend, ("auto", "triton", "reference"))
+        or_none("stream", stream, of_type, torch.cuda.Stream)
         if device.type not in ("cpu", "cuda"):
             raise ArgumentError(f"device is {device}, wanted a CPU or CUDA device")
         on_cpu = device.type == "cpu"
@@ -118,12 +120,14 @@ class LayerCounters:
             ArgumentError: a number is wrong, the step before is not over, or the counters were
                 abandoned.
         """
-        counts = [num_signals] * self.num_layers if isinstance(num_signals, int) else num_signals
+        if isinstance(num_signals, Sequence):
+            counts = list(sequence("num_signals", num_signals, "integers"))
+        else:
+            counts = [whole_number("num_signals", num_signals, 1, MOST_SIGNALS)] * self.num_layers
         if len(counts) != self.num_layers:
             raise ArgumentError(f"num_signals has {len(counts)} numbers, wanted {self.num_layers}")
         for layer, count in enumerate(counts):
-            if count < 1:
-                raise ArgumentError(f"num_signals of layer {layer} is {count}, wanted at least 1")
+            whole_number(f"num_signals of layer {layer}", count, 1, MOST_SIGNALS)
         with self._lock:
             if self._abandoned:
                 raise ArgumentError("the counters were abandoned, wanted new ones")
@@ -305,8 +309,7 @@ class LayerCounters:
     def _count(self, step: Step, first_layer: int, end_layer: int, num_signals: int) -> bool:
         """Account for signals; whether they are still wanted. The lock is held."""
         self._check_range(first_layer, end_layer)
-        if num_signals < 1:
-            raise ArgumentError(f"num_signals is {num_signals}, wanted at least 1")
+        whole_number("num_signals", num_signals, 1, MOST_SIGNALS)
         if step is not self._step or step.cause is not None:
             return False
         for layer in range(first_layer, end_layer):
@@ -322,10 +325,12 @@ class LayerCounters:
 
     def _check_wait(self, layer: int, timeout_us: int) -> None:
         self._check_range(layer, layer + 1)
-        if timeout_us < 0:
-            raise ArgumentError(f"timeout_us is {timeout_us}, wanted at least 0")
+        whole_number("timeout_us", timeout_us, 0, 2**63 - 1)
 
     def _check_range(self, first_layer: int, end_layer: int) -> None:
+        for each in (first_layer, end_layer):
+            if type(each) is not int:
+                whole_number("layers", each, 0, self.num_layers)
         if not 0 <= first_layer < end_layer <= self.num_layers:
             raise ArgumentError(
                 f"layers are {first_layer} .. {end_layer - 1}, wanted a range within "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvferry.arguments import of_type, one_of, or_none, sequence, shown, whole_number
 from kvferry.errors import ArgumentError
 from kvferry.kernels.bulk import check_device
 from kvferry.kernels.checksum import layer_sums_reference
@@ -71,10 +72,13 @@ class Packer:
                 range, or given beside a `config`; bulk copies are asked for, and the pools' device
                 has none.
         """
+        of_type("layout", layout, CacheLayout)
+        or_none("config", config, of_type, LaunchConfig)
+        or_none("objects_of", objects_of, of_type, CacheLayout)
+        max_programs = whole_number("max_programs", max_programs, 0, 2**31 - 1)
         if layout.device is None:
-            raise ArgumentError("layout is not bound to tensors: call layout.bind(tensors) first")
-        if space not in layout.object_bytes:
-            raise ArgumentError(f"space is {space!r}, wanted one of {layout.spaces}")
+            raise ArgumentError("layout is not bound to tensors, wanted layout.bind(tensors)")
+        one_of("space", space, layout.spaces)
         self.layout = layout
         self.space = space
         self.device = layout.device
@@ -169,12 +173,8 @@ class Packer:
         """
         kind = WHOLE
         if tail_tokens is not None:
-            if tail not in TAILS:
-                raise ArgumentError(f"tail is {tail!r}, wanted one of {tuple(TAILS)}")
-            if not 0 <= tail_tokens <= self.layout.page_size:
-                raise ArgumentError(
-                    f"tail_tokens is {tail_tokens}, wanted 0 .. {self.layout.page_size}"
-                )
+            one_of("tail", tail, tuple(TAILS))
+            tail_tokens = whole_number("tail_tokens", tail_tokens, 0, self.layout.page_size)
             kind = TAILS[tail] if tail_tokens < self.layout.page_size else WHOLE
         where = _Where(objects, stride_bytes, layers, origin_bytes, sums)
         self._move(UNPACK, page_ids, where, backend, kind, tail_tokens or 0)
@@ -229,6 +229,10 @@ class Packer:
         stride = where.stride_bytes
         if stride is None:
             stride = self._objects_of.object_bytes[self.space]
+        elif type(stride) is not int or stride < 0:
+            stride = whole_number("stride_bytes", stride, 0)
+        if type(origin) is not int:
+            origin = whole_number("origin_bytes", origin, 0)
         ranges = self._ranges(where.layers)
         self._check_objects(objects, len(ids), stride, ranges, origin)
         if where.sums is not None and self._own_segments:
@@ -255,8 +259,10 @@ class Packer:
             layer_sums_reference(objects, len(ids), offsets, ranges, stride, origin, where.sums)
 
     def _use_kernels(self, backend: str, objects: torch.Tensor) -> bool:
+        if not isinstance(objects, torch.Tensor):
+            raise ArgumentError(f"objects are {shown(objects)}, wanted a uint8 tensor [num_bytes]")
         if backend not in BACKENDS:
-            raise ArgumentError(f"backend is {backend!r}, wanted one of {BACKENDS}")
+            raise ArgumentError(f"backend is {shown(backend)}, wanted one of {BACKENDS}")
         on_cpu = self.device.type == "cpu"
         if backend == "triton" and on_cpu and not is_interpreted(_move_tiles_kernel):
             raise ArgumentError(
@@ -275,7 +281,10 @@ class Packer:
             return ((0, num_layers),)
         if _is_within(layers, num_layers):  # as transfers by layer name them: no cost for each
             return ((layers[0], layers[-1] + 1),)
-        chosen = list(layers)
+        chosen = [
+            whole_number("layers", each, 0, num_layers - 1)
+            for each in sequence("layers", layers, "layer ids")
+        ]
         if any(not 0 <= layer_id < num_layers for layer_id in chosen):
             raise ArgumentError(f"layers are {chosen}, wanted ids in 0 .. {num_layers - 1}")
         if chosen != sorted(set(chosen)):
@@ -392,6 +401,8 @@ def _is_within(layers: Sequence[int], num_layers: int) -> bool:
 def _check_sums(sums: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
     if sums is None:
         return
+    if not isinstance(sums, torch.Tensor):
+        raise ArgumentError(f"sums are {shown(sums)}, wanted an int64 tensor {list(shape)}")
     if sums.dtype != torch.int64 or tuple(sums.shape) != shape or not sums.is_contiguous():
         raise ArgumentError(
             f"sums are {sums.dtype} {list(sums.shape)}, wanted contiguous int64 {list(shape)}"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.arguments import shown
+from kvferry.arguments import flag, of_type, shown
 from kvferry.errors import ArgumentError
 from kvferry.layout import CacheLayout
 
@@ -93,6 +93,8 @@ class PageIds:
         Raises:
             ArgumentError: wrong space, dtype, shape or device; an id outside the pools; a double.
         """
+        if type(unique) is not bool:
+            flag("unique", unique)
         if isinstance(page_ids, PageIds):
             page_ids.check_space(layout, space)
             if unique and not page_ids.unique:
@@ -230,8 +232,11 @@ def check_host_ids(
 
 
 def _check_space(layout: CacheLayout, space: str) -> None:
-    if space not in layout.num_pages:
-        raise ArgumentError(f"space is {space!r}, wanted one of {sorted(layout.num_pages)}")
+    of_type("layout", layout, CacheLayout)
+    if not layout.is_bound:
+        raise ArgumentError("layout is not bound to tensors, wanted layout.bind(tensors)")
+    if not isinstance(space, str) or space not in layout.num_pages:
+        raise ArgumentError(f"space is {shown(space)}, wanted one of {sorted(layout.num_pages)}")
 
 
 def _check_form(shape: tuple[int, ...], is_integer: bool, dtype: str) -> None:

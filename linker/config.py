@@ -1,11 +1,29 @@
 """Settings of a linker, as frozen data."""
 
 from dataclasses import dataclass
+from functools import partial
 
+from kvferry.arguments import (
+    flag,
+    number,
+    one_of,
+    or_none,
+    seconds,
+    sequence,
+    settle,
+    shown,
+    whole_number,
+)
 from kvferry.errors import ArgumentError
+from kvferry.kernels.pack import BACKENDS
 from kvferry.linker.counter_sets import WAITS
+from kvferry.linker.keys import check_namespace
+from kvferry.pools import SPACES
 
 DIRECT = ("auto", "never")
+
+MOST = 2**31 - 1
+"""Of what is counted: it fits the kernels' 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +89,30 @@ class LinkerConfig:
     num_counters: int = 4
 
     def __post_init__(self) -> None:
-        for name in (
-            "part_bytes", "transfer_timeout_s", "max_queued", "compute_us_per_layer",
-            "wire_gb_per_s", "wire_threads", "wait_timeout_s", "num_counters",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ArgumentError(f"{name} is {value}, wanted a positive number")
-        for name in (
-            "lookup_ttl_s",
-            "miss_ttl_s",
-            "fetch_ahead",
-            "max_programs",
-            "min_direct_bytes",
-        ):
-            if getattr(self, name) < 0:
-                raise ArgumentError(f"{name} is {getattr(self, name)}, wanted 0 or more")
-        if self.direct not in DIRECT:
-            raise ArgumentError(f"direct is {self.direct!r}, wanted one of {DIRECT}")
-        if self.wait not in WAITS:
-            raise ArgumentError(f"wait is {self.wait!r}, wanted one of {WAITS}")
+        check_namespace(self.namespace)
+        spaces = sequence("replicated", self.replicated, "index spaces")
+        object.__setattr__(
+            self, "replicated", frozenset(one_of("replicated", each, SPACES) for each in spaces)
+        )
+        settle(self, "part_bytes", or_none, whole_number, 1)
+        settle(self, "transfer_timeout_s wait_timeout_s", seconds, above=True)
+        settle(self, "lookup_ttl_s miss_ttl_s", seconds)
+        settle(self, "max_queued wire_threads num_counters", whole_number, 1, MOST)
+        settle(self, "fetch_ahead max_programs min_direct_bytes", whole_number, 0, MOST)
+        settle(self, "integrity", flag)
+        settle(self, "direct", one_of, DIRECT)
+        settle(self, "backend", one_of, BACKENDS)
+        settle(self, "wait", one_of, WAITS)
+        settle(self, "groups", or_none, _groups)
+        settle(self, "compute_us_per_layer wire_gb_per_s", or_none, partial(number, above=True))
+
+
+def _groups(name: str, value: object) -> tuple[tuple[int, int], ...]:
+    """Return layer groups as tuples; whether they cover a layout's layers is asked later."""
+    pairs = [sequence(name, pair, "pairs (first, end)") for pair in sequence(name, value, "pairs")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ArgumentError(f"{name} are {shown(value)}, wanted pairs (first, end) of layers")
+    return tuple(
+        (whole_number(name, first, 0, MOST), whole_number(name, end, 1, MOST))
+        for first, end in pairs
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from urllib.parse import quote
 
-from kvferry.arguments import is_storable, sequence, shown, text
+from kvferry.arguments import is_storable, sequence, shown, string
 from kvferry.errors import ArgumentError
 from kvferry.layout import CacheLayout
 
@@ -96,7 +96,7 @@ class KeyScheme:
 
 def check_namespace(namespace: str) -> None:
     """Raise an ArgumentError unless a string can be the first part of keys."""
-    text("namespace", namespace, most=MAX_PART_LENGTH)
+    string("namespace", namespace, most=MAX_PART_LENGTH)
     if "/" in namespace:
         raise ArgumentError(f"namespace is {shown(namespace)}, wanted one without a slash")
 
@@ -140,10 +140,12 @@ def check_page_keys(page_keys: Sequence[str]) -> Sequence[str]:
     keys = sequence("keys", page_keys, "strings")
     if not _are_usable(keys):
         for index, key in enumerate(keys):
-            text(f"keys[{index}]", key, most=MAX_KEY_LENGTH)
+            string(f"keys[{index}]", key, most=MAX_KEY_LENGTH)
     if len(set(keys)) != len(keys):
         first: dict[str, int] = {}
         for index, key in enumerate(keys):
             if first.setdefault(key, index) != index:
-                raise ArgumentError(f"keys[{index}] repeats keys[{first[key]}]: {shown(key)}")
+                raise ArgumentError(
+                    f"keys[{index}] repeats keys[{first[key]}]: {shown(key)}, wanted each once"
+                )
     return keys

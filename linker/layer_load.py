@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvferry.arguments import of_type, seconds_or_none, whole_number
 from kvferry.errors import ArgumentError, TransferFailed
 from kvferry.kernels.counters import Step
 from kvferry.linker.counter_sets import CounterSet
@@ -108,6 +109,8 @@ class LayerLoad:
         begin, self._begin = self._begin, None  # a handle does not keep the linker's threads
         if begin is None:
             raise ArgumentError("start was called before, wanted it once")
+        if stream is not None:
+            of_type("stream", stream, torch.cuda.Stream)
         if stream is None:
             self.behind = fence_of_caller(self._device)
         else:
@@ -154,8 +157,7 @@ class LayerLoad:
             ArgumentError: no such layer, or `start` was not called.
         """
         taken, step = self._started()
-        if not 0 <= layer < len(step.targets):
-            raise ArgumentError(f"layer is {layer}, wanted 0 .. {len(step.targets) - 1}")
+        layer = whole_number("layer", layer, 0, len(step.targets) - 1)
         begin_s = time.perf_counter()
         left_s = max(transfer.left_s for transfer in self.transfers)
         waited = taken.wait.wait(step, layer, left_s)
@@ -180,6 +182,7 @@ class LayerLoad:
             TimeoutError: `timeout_s` passed, and one is still in flight.
         """
         taken, step = self._started()
+        timeout_s = seconds_or_none("timeout_s", timeout_s)
         until = None if timeout_s is None else time.monotonic() + timeout_s
         results = []
         for transfer in self.transfers:

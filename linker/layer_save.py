@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.errors import ArgumentError
+from kvferry.arguments import whole_number
 from kvferry.linker.streams import Fence, fence_of_caller
 from kvferry.linker.transfer import Ended, Transfer
 
@@ -54,8 +54,7 @@ class LayerSave(Transfer):
             ArgumentError: no such layer.
         """
         self._home.check()
-        if not 0 <= layer < self.num_layers:
-            raise ArgumentError(f"layer is {layer}, wanted 0 .. {self.num_layers - 1}")
+        layer = whole_number("layer", layer, 0, self.num_layers - 1)
         if self.is_written:
             return
         if self.groups[len(self._written)][1] > layer + 1:

@@ -9,7 +9,7 @@ from typing import Literal, overload
 
 import numpy as np
 
-from kvferry.arguments import flag, of_type, one_of, seconds, sequence, whole_number
+from kvferry.arguments import flag, of_type, one_of, or_none, seconds, sequence, whole_number
 from kvferry.errors import ArgumentError, StoreUnavailable, TransferFailed
 from kvferry.groups import check_groups
 from kvferry.kernels.pack import TAILS
@@ -82,8 +82,16 @@ class Linker:
                 cover the layers, or the wait would be wrong here.
             StoreError: the store refused the registration.
         """
+        of_type("layout", layout, CacheLayout)
+        of_type("staging", staging, StagingBuffer)
+        for name, value, wanted in (
+            ("config", config, LinkerConfig),
+            ("trace", trace, Trace),
+            ("sharing", sharing, SharedReads),
+        ):
+            or_none(name, value, of_type, wanted)
         if layout.device is None:
-            raise ArgumentError("layout is not bound to tensors: call layout.bind(tensors) first")
+            raise ArgumentError("layout is not bound to tensors, wanted layout.bind(tensors)")
         self.layout = layout
         self.config = config or LinkerConfig()
         for space in layout.spaces:

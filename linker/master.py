@@ -10,7 +10,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.errors import ArgumentError, StoreError
+from kvferry.arguments import seconds, sequence, string
+from kvferry.errors import StoreError
 from kvferry.linker.local_process import LocalProcess
 
 _HOST = "127.0.0.1"
@@ -59,12 +60,12 @@ class LocalMaster(LocalProcess):
             extra_flags: more flags of `mooncake_master`, for example `--client_ttl=5`.
             start_timeout_s: how long a start may take, all tries together.
         """
-        if lease_ttl_s <= 0:
-            raise ArgumentError(f"lease_ttl_s must be positive, got {lease_ttl_s}")
         super().__init__("master")
-        self.lease_ttl_s = lease_ttl_s
-        self._extra_flags = list(extra_flags)
-        self._start_timeout_s = start_timeout_s
+        self.lease_ttl_s = seconds("lease_ttl_s", lease_ttl_s, above=True)
+        self._extra_flags = [
+            string("extra_flags", each) for each in sequence("extra_flags", extra_flags, "flags")
+        ]
+        self._start_timeout_s = seconds("start_timeout_s", start_timeout_s, above=True)
         self._ports: tuple[int, int] | None = None  # RPC, metrics; fixed by the first good start
 
     @property

@@ -10,9 +10,17 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import ArgumentError, StoreClosed, StoreError, StoreUnavailable
+from kvferry.arguments import flag, of_type, seconds, string, whole_number
+from kvferry.errors import StoreClosed, StoreError, StoreUnavailable
 from kvferry.linker import clients, codes
-from kvferry.linker.arguments import check_keys, check_sizes, split
+from kvferry.linker.arguments import (
+    MAX_NAME_LENGTH,
+    check_integers,
+    check_keys,
+    check_names,
+    check_sizes,
+    split,
+)
 from kvferry.linker.calls import Calls
 from kvferry.linker.endings import Ending
 from kvferry.linker.gate import Gate
@@ -25,6 +33,7 @@ from kvferry.linker.store import STORED, ObjectResult, Store
 
 __all__ = ["MooncakeConfig", "MooncakeStore"]
 
+MAX_ADDRESS = 2**63 - 1
 _CONNECT_TIMEOUT_S = 2.0
 
 
@@ -43,7 +52,7 @@ class MooncakeStore:
             StoreError: Mooncake is not installed or can't be loaded, or its setup failed.
             StoreUnavailable: nobody listens at the master's address.
         """
-        self._config = config
+        self._config = of_type("config", config, MooncakeConfig)
         client = _connect(config)
         limits = {
             "max_call_bytes": config.max_call_bytes,
@@ -92,6 +101,8 @@ class MooncakeStore:
 
     def register(self, address: int, num_bytes: int) -> None:
         """Make memory known; ArgumentError if it overlaps a registered range."""
+        address = whole_number("address", address, 1, MAX_ADDRESS)
+        num_bytes = whole_number("num_bytes", num_bytes, 1, MAX_ADDRESS)
         with self._calls.gate:
             self._calls.ranges.add(address, num_bytes)
             code = self._calls.client.register_buffer(address, num_bytes)
@@ -101,6 +112,7 @@ class MooncakeStore:
 
     def unregister(self, address: int) -> None:
         """Forget a range by its first address; nothing may be in flight on it."""
+        address = whole_number("address", address, 1, MAX_ADDRESS)
         with self._calls.gate:
             self._calls.ranges.remove(address)
             code = self._calls.client.unregister_buffer(address)
@@ -110,7 +122,7 @@ class MooncakeStore:
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Ask for each key; a found object is leased from then on."""
         self._calls.gate.home.check()
-        check_keys(keys)
+        keys = check_names(keys)
         step = self._config.max_call_objects
         found: list[bool] = []
         for first in range(0, len(keys), step):
@@ -132,6 +144,7 @@ class MooncakeStore:
         that another writer stored in between the two counts as STORED. An object that was written
         and evicted again before the second is FAILED with `OBJECT_NOT_FOUND`.
         """
+        flag("absent", absent)
         self._check(keys, addresses, sizes)
         results: list[ObjectResult] = []
         for part in split(sizes, self._config.max_call_bytes, self._config.max_call_objects):
@@ -155,7 +168,7 @@ class MooncakeStore:
     def remove(self, keys: Sequence[str]) -> list[ObjectResult]:
         """Delete objects; those that are leased stay."""
         self._calls.gate.home.check()
-        check_keys(keys)
+        keys = check_names(keys)
         step = self._config.max_call_objects
         results: list[ObjectResult] = []
         for first in range(0, len(keys), step):
@@ -168,8 +181,7 @@ class MooncakeStore:
 
         Those that are leased or being written stay.
         """
-        if not prefix:
-            raise ArgumentError("prefix is empty, wanted the beginning of some keys")
+        string("prefix", prefix, most=MAX_NAME_LENGTH)
         count = self._calls.remove_under(prefix)
         if count < 0:
             raise _refused(f"removing what begins with {prefix!r}", count)
@@ -179,13 +191,15 @@ class MooncakeStore:
         """Open objects for writing in ranges; a key open in another session here is PENDING."""
         self._calls.gate.home.check()
         self._calls.check_sessions()
+        keys = check_names(keys)
+        check_integers("sizes", sizes)
         return MooncakePutSession(self._puts, keys, sizes)
 
     def get_session(self, keys: Sequence[str]) -> MooncakeGetSession:
         """Open objects for reading in ranges."""
         self._calls.gate.home.check()
         self._calls.check_sessions()
-        return MooncakeGetSession(self._gets, keys)
+        return MooncakeGetSession(self._gets, check_names(keys))
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Refuse new calls, wait for those in flight, revoke open sessions, disconnect.
@@ -195,6 +209,7 @@ class MooncakeStore:
                 because cutting it would crash them; call `close` again.
         """
         self._calls.gate.home.check()
+        timeout_s = seconds("timeout_s", timeout_s)
         deadline_s = time.monotonic() + timeout_s
         if not self._closing.acquire(timeout=timeout_s):
             raise StoreError(f"another thread is still closing the store after {timeout_s} s")
@@ -223,6 +238,9 @@ class MooncakeStore:
         self._calls.gate.home.check()
         if self._calls.gate.closed:
             raise StoreClosed("the store is closed")
+        check_names(keys)
+        check_integers("addresses", addresses)
+        check_integers("sizes", sizes)
         check_keys(keys, addresses=addresses, sizes=sizes)
         check_sizes(keys, sizes)
         self._calls.check_addresses(keys, addresses, sizes)

@@ -5,7 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvferry.arguments import mapping, number, seconds, settle, shown, string, whole_number
 from kvferry.errors import ArgumentError
+
+MAX_BYTES = 2**48
+"""What an address space holds."""
+
+MAX_RPC_TIMEOUT_S = 1e6
+"""Mooncake keeps its milliseconds in 32 bits."""
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -55,23 +62,17 @@ class MooncakeConfig:
     rpc_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
+        settle(self, "master_address local_hostname metadata protocol", string)
+        settle(self, "device_name", string, least=0)
         for name in ("master_address", "local_hostname", "metadata", "protocol"):
             if not getattr(self, name).strip():
-                raise ArgumentError(f"{name} is empty")
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}, wanted more than blanks")
         if "://" not in self.master_address:
             self.master_endpoint()
-        for name in ("segment_bytes", "local_buffer_bytes"):
-            if getattr(self, name) < 0:
-                raise ArgumentError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        for name in (
-            "lease_ttl_s",
-            "max_call_bytes",
-            "max_call_objects",
-            "session_max_age_s",
-            "rpc_timeout_s",
-        ):
-            if getattr(self, name) <= 0:
-                raise ArgumentError(f"{name} must be positive, got {getattr(self, name)}")
+        settle(self, "segment_bytes local_buffer_bytes", whole_number, 0, MAX_BYTES)
+        settle(self, "max_call_bytes max_call_objects", whole_number, 1, MAX_BYTES)
+        settle(self, "lease_ttl_s session_max_age_s", seconds, above=True)
+        settle(self, "rpc_timeout_s", number, above=True, most=MAX_RPC_TIMEOUT_S)
         if self.protocol == "rdma":
             self._check_rdma()
 
@@ -84,13 +85,17 @@ class MooncakeConfig:
                 variable counts as unset.
         """
         source = os.environ if environment is None else environment
+        mapping("environment", source, "a mapping of names to strings")
         values = {
             field: source[variable]
             for variable, field in _ENVIRONMENT.items()
             if source.get(variable)
         }
         if "master_address" not in values:
-            raise ArgumentError("MOONCAKE_MASTER is not set; it wants the master's host:port")
+            raise ArgumentError("MOONCAKE_MASTER is not set, wanted the master's host:port")
+        for variable, field in _ENVIRONMENT.items():
+            if field in values:
+                string(variable, values[field])
         return cls(**values)  # type: ignore[arg-type]
 
     def master_endpoint(self) -> tuple[str, int] | None:
@@ -99,7 +104,7 @@ class MooncakeConfig:
             return None
         host, colon, port = self.master_address.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ArgumentError(f"master_address must be host:port, got {self.master_address!r}")
+            raise ArgumentError(f"master_address is {shown(self.master_address)}, wanted host:port")
         return host.strip("[]"), int(port)
 
     def _check_rdma(self) -> None:

@@ -19,9 +19,11 @@ from pathlib import Path
 from subprocess import PIPE
 
 import kvferry.errors
-from kvferry.errors import ArgumentError, StoreError
+from kvferry.arguments import flag, seconds, whole_number
+from kvferry.errors import StoreError
 from kvferry.linker.local_process import LocalProcess
 from kvferry.linker.mooncake import MooncakeConfig, MooncakeStore
+from kvferry.linker.mooncake_config import MAX_BYTES
 from kvferry.linker.process import Child
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
@@ -61,9 +63,11 @@ class LocalOwner(LocalProcess):
             local_hostname: as in `MooncakeConfig`.
             start_timeout_s: how long a start may take; warming takes about 0.4 s per GiB.
         """
-        if segment_bytes < 1 << 20:
-            raise ArgumentError(f"segment_bytes must be 1 MiB or more, got {segment_bytes}")
         super().__init__("owner")
+        segment_bytes = whole_number("segment_bytes", segment_bytes, 1 << 20, MAX_BYTES)
+        MooncakeConfig(master_address, local_hostname, protocol=protocol, device_name=device_name)
+        flag("warm", warm)
+        start_timeout_s = seconds("start_timeout_s", start_timeout_s, above=True)
         self._arguments = [
             f"--master={master_address}",
             f"--segment-bytes={segment_bytes}",

@@ -75,5 +75,5 @@ class RegisteredRanges:
         if index < 0 or address + num_bytes > ends[index]:
             raise ArgumentError(
                 f"key {key!r}: {num_bytes} bytes at address {address:#x} are not inside one "
-                f"registered range; register the buffer first ({len(starts)} registered)"
+                f"registered range, wanted a registered buffer's ({len(starts)} registered)"
             )

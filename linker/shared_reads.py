@@ -34,6 +34,7 @@ from types import TracebackType
 
 import torch
 
+from kvferry.arguments import one_of, sequence, whole_number
 from kvferry.errors import ArgumentError
 from kvferry.linker.home import Home
 from kvferry.linker.peers import Peers, PeersLost
@@ -41,6 +42,7 @@ from kvferry.linker.shared_call import Counts, LoadState, Reader, SharedCall
 from kvferry.linker.shared_parts import ENDED
 from kvferry.linker.staging import StagingBuffer
 from kvferry.linker.store import GetSession, ObjectResult, Store
+from kvferry.pools import SPACES
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,9 @@ class SharedReads:
         self._peers = peers
         self.is_lost = False
         self._staging = staging
-        self._spaces = frozenset(spaces)
+        self._spaces = frozenset(
+            one_of("spaces", space, SPACES) for space in sequence("spaces", spaces, "index spaces")
+        )
         self._told: deque[tuple[int, int]] = deque()  # loads, and how many calls each has
         # Calls are made one after the other: bytes must be sent in the same order everywhere.
         self._calling = threading.Lock()
@@ -83,11 +87,11 @@ class SharedReads:
             wanted: whether the load goes on; asked from several threads.
         """
         self._home.check()
-        return SharedLoad(self, number, store, wanted)
+        return SharedLoad(self, whole_number("number", number, 0), store, wanted)
 
     def skip(self, number: int) -> None:
         """Say that a load does not take place on this rank; does not wait."""
-        self.end(number, 0)
+        self.end(whole_number("number", number, 0), 0)
 
     def close(self) -> None:
         """Share no more reads. No load may be in flight."""

@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch
 
+from kvferry.arguments import device_of, of_type, one_of, seconds, whole_number
 from kvferry.errors import ArgumentError, StagingTimeout, StoreClosed
 from kvferry.linker.home import Home
 from kvferry.linker.memory import allocate
@@ -20,6 +21,11 @@ from kvferry.linker.store import Store
 
 SPAN_ALIGN_BYTES = 256
 """Every span begins at a multiple of this; it serves the kernels and the NIC alike."""
+
+MAX_BYTES = 2**48
+"""What an address space holds."""
+
+MEMORIES = ("auto", "device", "pinned", "cpu")
 
 WANTED_POLL_S = 0.05
 """How often a thread that waits for a span asks whether it still wants it."""
@@ -90,7 +96,7 @@ class StagingBuffer:
         home: the process; in a forked child nothing of it can be held or registered.
     """
 
-    def __init__(self, num_bytes: int, *, device: torch.device, memory: str = "auto") -> None:
+    def __init__(self, num_bytes: int, *, device: torch.device | str, memory: str = "auto") -> None:
         """Allocate.
 
         Args:
@@ -103,10 +109,9 @@ class StagingBuffer:
         Raises:
             ArgumentError: a size or a memory that does not fit the device.
         """
-        if num_bytes < SPAN_ALIGN_BYTES:
-            raise ArgumentError(
-                f"num_bytes is {num_bytes}, wanted at least {SPAN_ALIGN_BYTES} of staging"
-            )
+        num_bytes = whole_number("num_bytes", num_bytes, SPAN_ALIGN_BYTES, MAX_BYTES)
+        device = device_of("device", device)
+        memory = one_of("memory", memory, MEMORIES)
         self.num_bytes = -(-num_bytes // SPAN_ALIGN_BYTES) * SPAN_ALIGN_BYTES
         self.memory = ("device" if device.type == "cuda" else "cpu") if memory == "auto" else memory
         self.tensor = allocate(self.num_bytes, device, self.memory)
@@ -187,8 +192,8 @@ class StagingBuffer:
             StagingTimeout: none came free in time.
         """
         self.home.check()
-        if not 1 <= num_bytes <= self.num_bytes:
-            raise ArgumentError(f"num_bytes is {num_bytes}, wanted 1 .. {self.num_bytes}")
+        num_bytes = whole_number("num_bytes", num_bytes, 1, self.num_bytes)
+        timeout_s = seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
         ticket = object()
         with self._changed:
@@ -216,6 +221,8 @@ class StagingBuffer:
 
     def release(self, span: Span, *, after_s: float = 0.0) -> None:
         """See `Span.release`."""
+        of_type("span", span, Span)
+        after_s = seconds("after_s", after_s)
         self.home.check()
         with self._changed:
             if self._held.get(span.offset) is not span:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from kvferry.arguments import mapping, string
 from kvferry.causes import CAUSES, cause_of
 from kvferry.errors import TransferFailed
 from kvferry.linker.home import Home
@@ -94,7 +95,11 @@ class Stats:
         Args:
             labels: added to every line, for example `{"rank": "3"}`.
         """
-        now, fixed = self.snapshot(), dict(labels or {})
+        fixed = dict(mapping("labels", labels or {}, "names and values of labels"))
+        for name, value in fixed.items():
+            string("labels: a name", name)
+            string(f"labels: {name}", value, least=0)
+        now = self.snapshot()
         lines: list[str] = []
         for name, kind_of_metric, text, samples in (
             ("kvferry_transfers_total", "counter", "Transfers that ended.", _by(now, "transfers")),

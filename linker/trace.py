@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvferry.arguments import MAX_SECONDS, device_of, number, of_type, string, whole_number
 from kvferry.errors import ArgumentError
 from kvferry.linker.streams import DeviceClock, Fence
 
@@ -45,7 +46,7 @@ class Trace:
     """
 
     def __init__(
-        self, device: torch.device | None = None, max_intervals: int = MAX_INTERVALS
+        self, device: torch.device | str | None = None, max_intervals: int = MAX_INTERVALS
     ) -> None:
         """Begin to record.
 
@@ -53,9 +54,8 @@ class Trace:
             device: of the streams whose fences are recorded; a CPU by default.
             max_intervals: how many are kept; later ones are only counted.
         """
-        if max_intervals < 1:
-            raise ArgumentError(f"max_intervals is {max_intervals}, wanted a positive number")
-        self._device = device or torch.device("cpu")
+        max_intervals = whole_number("max_intervals", max_intervals, 1)
+        self._device = device_of("device", "cpu" if device is None else device)
         self._max_intervals = max_intervals
         self._lock = threading.Lock()
         self.clear()
@@ -80,6 +80,10 @@ class Trace:
             end_s: when it ended.
             arguments: what else is known of it.
         """
+        for argument, value in (("lane", lane), ("name", name)):
+            string(argument, value)
+        for argument, time_s in (("begin_s", begin_s), ("end_s", end_s)):
+            number(argument, time_s, least=-MAX_SECONDS)
         with self._lock:
             if self._has_room():
                 self._intervals.append(Interval(lane, name, begin_s, end_s, arguments))
@@ -90,7 +94,9 @@ class Trace:
         Raises:
             ArgumentError: the fence does not know where its work began.
         """
-        if not fence.has_start:
+        string("lane", lane)
+        string("name", name)
+        if not of_type("fence", fence, Fence).has_start:
             raise ArgumentError(f"the fence of {lane} {name!r} has no start, wanted one that does")
         with self._lock:
             if self._has_room():
@@ -145,10 +151,10 @@ class Trace:
         events: list[dict[str, Any]] = []
         thread_id = 0
         for lane in self.lanes():
-            for number, row in enumerate(self.rows(lane)):
+            for index, row in enumerate(self.rows(lane)):
                 thread_id += 1
                 place = {"pid": 1, "tid": thread_id}
-                name = lane if number == 0 else f"{lane} ({number + 1})"
+                name = lane if index == 0 else f"{lane} ({index + 1})"
                 events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
                 events.append(
                     {"ph": "M", "name": "thread_sort_index", **place,

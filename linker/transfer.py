@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
+from kvferry.arguments import seconds, seconds_or_none
 from kvferry.errors import TransferFailed
 from kvferry.linker.home import Home
 from kvferry.linker.plan import SpacePlan
@@ -187,6 +188,7 @@ class Transfer:
                 deadline, or could not work at all. `causes` says which object and why.
             TimeoutError: `timeout_s` passed and the transfer is still in flight.
         """
+        timeout_s = seconds_or_none("timeout_s", timeout_s)
         if not self._wait(lambda: self.is_over, timeout_s):
             raise TimeoutError(f"{self.kind} still in flight after {timeout_s} s")
         if self._error is not None:
@@ -196,7 +198,7 @@ class Transfer:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end, good or bad; whether it came within `timeout_s`."""
-        return self._wait(lambda: self.is_over, timeout_s)
+        return self._wait(lambda: self.is_over, seconds("timeout_s", timeout_s))
 
     def wait_packed(self, timeout_s: float | None = None) -> bool:
         """Wait until a save has read its pages for good, so that they may be written again.
@@ -205,6 +207,7 @@ class Transfer:
             Whether it has, within `timeout_s` (the deadline by default). True also once the
             transfer has ended, in whatever way: an ended transfer touches no pages.
         """
+        timeout_s = seconds_or_none("timeout_s", timeout_s)
         return self._wait(lambda: self._packed or self.is_over, timeout_s)
 
     def cancel(self) -> bool:

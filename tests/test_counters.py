@@ -338,7 +338,7 @@ def start_wait(counters: LayerCounters, layer: int, timeout_us: int, backend: st
 
 def test_wrong_arguments_are_refused() -> None:
     for wrong, words in (
-        ({"num_layers": 0}, "num_layers is 0, wanted at least 1"),
+        ({"num_layers": 0}, "num_layers is 0, wanted an integer, 1 .."),
         ({"scope": "cta"}, "scope is 'cta', wanted 'gpu' or 'sys'"),
         ({"backend": "torch"}, "backend is 'torch', wanted"),
         ({"device": torch.device("meta")}, "device is meta, wanted a CPU or CUDA device"),

@@ -71,7 +71,7 @@ def test_layers_without_buffers_take_no_bytes() -> None:
 @pytest.mark.parametrize(
     ("plain", "words"),
     [
-        (small(page_size=0), ["page_size", "0", "positive"]),
+        (small(page_size=0), ["page_size", "0", "1 .."]),
         (small(num_layers="3"), ["num_layers", "'3'"]),
         (small(pools=[]), ["at least one"]),
         (small(pools=SMALL["pools"][:1] * 2), ["['k', 'k']", "each name once"]),

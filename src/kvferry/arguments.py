@@ -5,17 +5,21 @@ and what was wanted. Truth values are no numbers, and whole floats no integers: 
 is a mistake of the caller's.
 """
 
+import contextlib
 import math
 import operator
-from collections.abc import Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvferry.errors import ArgumentError
+from kvferry.errors import ArgumentError, LayoutError
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_SECONDS = 1e9
 """Thirty years; the system's own waits overflow at some 300."""
 
-_SHOWN = 64
+_SHOWN = 96
 """Characters of a value that a message repeats."""
 
 _T = TypeVar("_T")
@@ -90,6 +94,25 @@ def seconds_or_none(name: str, value: object) -> float | None:
     return None if value is None else seconds(name, value)
 
 
+def or_none(name: str, value: object, check: Callable[..., _T], *bounds: Any) -> _T | None:
+    """Return None where None came, else what `check` returns."""
+    return None if value is None else check(name, value, *bounds)
+
+
+def settle(owner: object, names: str, check: Callable[..., Any], *bounds: Any, **more: Any) -> None:
+    """Check attributes of a frozen object while it is made, and keep them as the check returns.
+
+    Args:
+        owner: the object.
+        names: of the attributes, with blanks between.
+        check: one of the functions here.
+        bounds: what it takes behind name and value.
+        more: likewise.
+    """
+    for name in names.split():
+        object.__setattr__(owner, name, check(name, getattr(owner, name), *bounds, **more))
+
+
 def flag(name: str, value: object) -> bool:
     """Return True or False; nothing else has a truth here.
 
@@ -101,7 +124,7 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
-def text(
+def string(
     name: str,
     value: object,
     *,
@@ -149,17 +172,54 @@ def one_of(name: str, value: object, wanted: Collection[_T]) -> _T:
     raise ArgumentError(f"{name} is {shown(value)}, wanted one of {tuple(wanted)}")
 
 
-def of_type(name: str, value: object, wanted: type[_T], what: str = "") -> _T:
+def device_of(name: str, value: object) -> "torch.device":
+    """Return torch's device; its name will do.
+
+    Raises:
+        ArgumentError: torch knows none of that name.
+    """
+    import torch  # a store's owner checks arguments too, and has no use for it
+
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, str):
+        with contextlib.suppress(RuntimeError):
+            return torch.device(value)
+    raise ArgumentError(f"{name} is {shown(value)}, wanted a torch.device or its name")
+
+
+def of_type(
+    name: str,
+    value: object,
+    wanted: type[_T],
+    what: str = "",
+    *,
+    error: type[ArgumentError] = ArgumentError,
+) -> _T:
     """Return a value of a type.
 
     Raises:
         ArgumentError: it is of another; `what` says what was wanted, by default the type's name.
+            Or `error`, where that is another.
     """
     if not isinstance(value, wanted):
-        raise ArgumentError(
+        raise error(
             f"{name} is {shown(value)} of type {type(value).__name__}, wanted "
             f"{what or wanted.__name__}"
         )
+    return value
+
+
+def mapping(
+    name: str, value: object, what: str, *, error: type[ArgumentError] = ArgumentError
+) -> Mapping[Any, Any]:
+    """Return a mapping.
+
+    Raises:
+        ArgumentError: it is none; `what` says what was wanted. Or `error`, where that is another.
+    """
+    if not isinstance(value, Mapping):
+        raise error(f"{name} is {shown(value)}, wanted {what}")
     return value
 
 
@@ -177,6 +237,20 @@ def sequence(name: str, value: object, what: str) -> Sequence[Any]:
         return list(value)  # type: ignore[call-overload, no-any-return]
     except TypeError:
         raise ArgumentError(f"{name} is {shown(value)}, wanted a sequence of {what}") from None
+
+
+def integers(owner: str, key: str, value: object) -> tuple[int, ...]:
+    """Return an entry of a description that must be a sequence of integers.
+
+    Raises:
+        LayoutError: it is none; names owner and entry.
+    """
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise LayoutError(f"{owner}: {key} is {shown(value)}, wanted a sequence of integers")
+    return tuple(
+        whole_number(f"{owner}: {key}[{index}]", each, -(2**48), 2**48, error=LayoutError)
+        for index, each in enumerate(value)
+    )
 
 
 def _as_int(value: object) -> int | None:

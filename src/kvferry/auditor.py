@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvferry.arguments import mapping, of_type, sequence
 from kvferry.errors import LayoutError
 from kvferry.layout import CacheLayout
 
@@ -53,8 +54,16 @@ def audit(
         LayoutError: a tensor is neither described nor excused; an excuse has no reason, names no
             tensor, or one that is described. Names them all.
     """
-    excuses = dict(excused or {})
-    left_out = uncovered(layouts, tensors)
+    described = list(sequence("layouts", layouts, "layouts"))
+    for layout in described:
+        if not of_type("layouts", layout, CacheLayout).is_bound:
+            raise LayoutError(
+                "layouts has one that is not bound to tensors, wanted layout.bind(tensors)"
+            )
+    for name, tensor in mapping("tensors", tensors, "names and tensors").items():
+        of_type(f"tensors[{name!r}]", tensor, torch.Tensor)
+    excuses = dict(mapping("excused", excused or {}, "names and reasons"))
+    left_out = uncovered(described, tensors)
     missing = [name for name in left_out if name not in excuses]
     if missing:
         details = "; ".join(

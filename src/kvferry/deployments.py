@@ -3,9 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from kvferry.arguments import of_type, whole_number
 from kvferry.errors import LayoutError
 from kvferry.layout import CacheLayout
-from kvferry.pools import Pool
+from kvferry.pools import MOST, Pool
+
+MOST_RANKS = 1 << 20
 
 
 def layout_for(
@@ -23,7 +26,12 @@ def layout_for(
     Raises:
         LayoutError: an axis cannot be shared out so, or a pool's pages have no other size.
     """
-    rows = layout.page_size if page_size is None else page_size
+    of_type("layout", layout, CacheLayout, error=LayoutError)
+    tp_size = whole_number("tp_size", tp_size, 1, MOST_RANKS, error=LayoutError)
+    dcp_size = whole_number("dcp_size", dcp_size, 1, MOST_RANKS, error=LayoutError)
+    rows = layout.page_size
+    if page_size is not None:
+        rows = whole_number("page_size", page_size, 1, MOST, error=LayoutError)
     plain = layout.description()
     for pool, entry in zip(layout.pools, plain["pools"], strict=True):
         _share_out(pool, entry, tp_size)

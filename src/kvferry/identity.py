@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from kvferry.arguments import of_type
 from kvferry.errors import LayoutError
 
 PARALLEL = ("tp", "pp", "cp", "dcp")
@@ -44,8 +45,8 @@ class ModelIdentity:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is str and not isinstance(value, str):
-                raise LayoutError(f"{field.name} is {value!r}, wanted a string")
+            if field.type is str:
+                of_type(field.name, value, str, "a string", error=LayoutError)
         for name in PARALLEL:
             rank, size = _pair(name, getattr(self, name))
             if not 0 <= rank < size:

@@ -11,12 +11,13 @@ are head-major and pages that are token-major can have equal shapes.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from kvferry.arguments import flag, mapping, of_type, one_of, shown, whole_number
 from kvferry.buffers import (
     Buffer,
     make_buffer,
@@ -35,6 +36,7 @@ from kvferry.object_order import (
 )
 from kvferry.overlaps import no_shared_memory
 from kvferry.pools import (
+    MOST,
     SPACES,
     Pool,
     PoolTensors,
@@ -102,20 +104,23 @@ class CacheLayout:
         Raises:
             LayoutError: an entry is missing, contradictory or unknown; names pool and layer.
         """
+        mapping("description", description, "a mapping", error=LayoutError)
         page_size = positive(description, "page_size", "description")
         num_layers = positive(description, "num_layers", "description")
-        identity = identity or ModelIdentity()
+        identity = _identity(identity)
         pools = tuple(
             parse_pool(entry, page_size, num_layers, identity.tp[1])
-            for entry in description["pools"]
+            for entry in _sequence("description: pools", description.get("pools"))
         )
         window_tokens = description.get("window_tokens")
+        if window_tokens is not None:
+            window_tokens = positive(description, "window_tokens", "description")
         layout = _assemble(
             page_size,
             num_layers,
             pools,
             identity,
-            None if window_tokens is None else -(-int(window_tokens) // page_size),
+            None if window_tokens is None else -(-window_tokens // page_size),
             {},
             description.get("order", "pool"),
         )
@@ -141,11 +146,20 @@ class CacheLayout:
         Raises:
             LayoutError: as `from_description` and `bind`.
         """
+        num_layers = whole_number("num_layers", num_layers, 1, MOST, error=LayoutError)
         entries = []
-        for pool in pools:
-            if not pool.tensors:
+        for pool in _sequence("pools", pools):
+            of_type("pools", pool, PoolTensors, error=LayoutError)
+            if not isinstance(pool.tensors, Mapping) or not pool.tensors:
                 raise LayoutError(f"pool {pool.name!r}: got no tensors, wanted one per layer")
             first = next(iter(pool.tensors.values()))
+            of_type(f"pool {pool.name!r}: tensors", first, torch.Tensor, error=LayoutError)
+            if not first.dim():
+                raise LayoutError(f"pool {pool.name!r}: a tensor has no dimensions, wanted rows")
+            for layer_id in pool.tensors:
+                whole_number(
+                    f"pool {pool.name!r}: layers", layer_id, 0, num_layers - 1, error=LayoutError
+                )
             entries.append(
                 {
                     "name": pool.name,
@@ -185,6 +199,9 @@ class CacheLayout:
                 overlapping elements; two buffers over the same memory; names pool, layer, got and
                 wanted.
         """
+        mapping("tensors", tensors, "a mapping of pool names", error=LayoutError)
+        for name, of_pool in tensors.items():
+            mapping(f"tensors of pool {name!r}", of_pool, "a mapping", error=LayoutError)
         same_names("pools", set(tensors), {pool.name for pool in self.pools})
         pools = []
         for pool in self.pools:
@@ -206,6 +223,7 @@ class CacheLayout:
 
     def of_rank(self, identity: ModelIdentity) -> "CacheLayout":
         """Return the unbound layout of another rank of the same model, pools alike."""
+        of_type("identity", identity, ModelIdentity, error=LayoutError)
         return self._assembled(self.pools, identity, {})
 
     def _assembled(
@@ -272,7 +290,7 @@ class CacheLayout:
         ]
         if not classes:
             names = [pool.name for pool in self.pools]
-            raise LayoutError(f"pool_name is {pool_name!r}, wanted one of {names}")
+            raise LayoutError(f"pool_name is {shown(pool_name)}, wanted one of {names}")
         return min(classes)
 
     def segments(self, space: str, *, by_token: bool = False) -> tuple[Segment, ...]:
@@ -286,8 +304,9 @@ class CacheLayout:
         Raises:
             LayoutError: `by_token`, and a pool's pages cannot be cut by tokens; names it.
         """
+        flag("by_token", by_token)
         segments = []
-        for buffer in self.buffers[space]:
+        for buffer in self._buffers_of(space):
             if self.order == "canonical" and not (by_token and buffer.has_planes):
                 if by_token and buffer.pool.token_axis is None:
                     raise not_cut(buffer)
@@ -333,7 +352,22 @@ class CacheLayout:
 
     def num_ranges(self, space: str) -> int:
         """Return how many contiguous ranges a page has before it is packed."""
-        return sum(run.count for buffer in self.buffers[space] for run in buffer.runs)
+        return sum(run.count for buffer in self._buffers_of(space) for run in buffer.runs)
+
+    def _buffers_of(self, space: str) -> tuple[Buffer, ...]:
+        return self.buffers[one_of("space", space, self.spaces)]
+
+
+def _identity(identity: ModelIdentity | None) -> ModelIdentity:
+    if identity is None:
+        return ModelIdentity()
+    return of_type("identity", identity, ModelIdentity, error=LayoutError)
+
+
+def _sequence(name: str, value: object) -> Sequence[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise LayoutError(f"{name} are {shown(value)}, wanted a sequence")
+    return list(value)
 
 
 def _assemble(
@@ -345,7 +379,7 @@ def _assemble(
     tensors: Mapping[str, Mapping[int, torch.Tensor]],
     object_order: str,
 ) -> CacheLayout:
-    if object_order not in ORDERS:
+    if not isinstance(object_order, str) or object_order not in ORDERS:
         raise LayoutError(f"order is {object_order!r}, wanted one of {ORDERS}")
     check_groups(pools)
     names = [pool.name for pool in pools]

@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 
+from kvferry.arguments import integers, mapping, string, whole_number
 from kvferry.errors import LayoutError
 from kvferry.sharding import Sharding
+
+MOST = 2**48
+"""Of sizes and counts: what an address space holds."""
 
 SPACES = ("full", "swa", "state")
 """Index spaces: every page of a prefix, a trailing window of them, the last one alone."""
@@ -101,7 +105,7 @@ def dtype_named(name: str, pool_name: str) -> torch.dtype:
     Raises:
         LayoutError: torch has none; names the pool.
     """
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"pool {pool_name!r}: dtype is {name!r}, wanted a torch dtype's name")
     return dtype
@@ -114,17 +118,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def positive(entry: Mapping[str, Any], key: str, owner: str) -> int:
     """Return an entry that must be a positive integer, or raise a LayoutError that names it."""
-    value = entry.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise LayoutError(f"{owner}: {key} is {value!r}, wanted a positive integer")
-    return value
+    return whole_number(f"{owner}: {key}", entry.get(key), 1, MOST, error=LayoutError)
 
 
 def same_names(what: str, got: set[Any], wanted: set[Any]) -> None:
     """Raise a LayoutError that lists names too many and too few."""
     if got != wanted:
         raise LayoutError(
-            f"{what}: missing {sorted(wanted - got)}, not described {sorted(got - wanted)}"
+            f"{what}: missing {sorted(wanted - got)}, not described "
+            f"{sorted(got - wanted, key=repr)}, wanted {sorted(wanted)}"
         )
 
 
@@ -134,9 +136,8 @@ def parse_pool(entry: Mapping[str, Any], page_size: int, num_layers: int, tp_siz
     Raises:
         LayoutError: an entry is missing, wrong or contradictory; names pool and entry.
     """
-    name = entry.get("name")
-    if not isinstance(name, str) or not name:
-        raise LayoutError(f"pool: name is {name!r}, wanted a non-empty string")
+    mapping("pools", entry, "a mapping for each pool", error=LayoutError)
+    name = string("pool: name", entry.get("name"), error=LayoutError)
     owner = f"pool {name!r}"
     for key in ("index", "rows", "row_shape", "dtype", "layers"):
         if key not in entry:
@@ -147,15 +148,13 @@ def parse_pool(entry: Mapping[str, Any], page_size: int, num_layers: int, tp_siz
         raise LayoutError(f"{owner}: rows is {entry['rows']!r}, wanted 'token' or 'page'")
     if entry["rows"] == "token" and entry["index"] == "state":
         raise LayoutError(f"{owner}: rows is 'token', wanted 'page': a state slot has no tokens")
-    layer_ids = tuple(entry["layers"])
+    layer_ids = integers(owner, "layers", entry["layers"])
     if not layer_ids or list(layer_ids) != sorted(set(layer_ids)):
         raise LayoutError(f"{owner}: layers are {layer_ids}, wanted at least one, ascending")
     if layer_ids[0] < 0 or layer_ids[-1] >= num_layers:
-        raise LayoutError(
-            f"{owner}: layer {layer_ids[-1] if layer_ids[0] >= 0 else layer_ids[0]} is outside "
-            f"0 .. {num_layers - 1}"
-        )
-    row_shape = tuple(int(size) for size in entry["row_shape"])
+        outside = layer_ids[-1] if layer_ids[0] >= 0 else layer_ids[0]
+        raise LayoutError(f"{owner}: layer {outside} is outside, wanted 0 .. {num_layers - 1}")
+    row_shape = integers(owner, "row_shape", entry["row_shape"])
     if any(size < 1 for size in row_shape):
         raise LayoutError(f"{owner}: row_shape is {row_shape}, wanted positive sizes")
     page_shape = (page_size, *row_shape) if entry["rows"] == "token" else row_shape
@@ -166,19 +165,24 @@ def parse_pool(entry: Mapping[str, Any], page_size: int, num_layers: int, tp_siz
             f"{entry['dtype']} has {page_bytes}"
         )
     dims = [dim for dim, size in enumerate(page_shape) if size > 1]
-    order = tuple(entry.get("order") or dims)
+    order = integers(owner, "order", entry.get("order") or dims)
     if sorted(order) != dims:
         raise LayoutError(
             f"{owner}: order is {order}, wanted dimensions {dims} of page_shape {page_shape}, "
             "slowest first"
         )
     token_axis = 0 if entry["rows"] == "token" else entry.get("token_axis")
+    if token_axis is not None:
+        most = len(page_shape) - 1
+        token_axis = whole_number(f"{owner}: token_axis", token_axis, 0, most, error=LayoutError)
     if token_axis is not None and page_shape[token_axis : token_axis + 1] != (page_size,):
         raise LayoutError(
             f"{owner}: token_axis is {token_axis}, but page_shape {page_shape} has not "
             f"{page_size} tokens there"
         )
-    token_planes = tuple(int(width) for width in entry.get("token_planes") or ())
+    token_planes = integers(owner, "token_planes", entry.get("token_planes") or ())
+    if any(width < 1 for width in token_planes):
+        raise LayoutError(f"{owner}: token_planes are {token_planes}, wanted positive widths")
     if token_planes and sum(token_planes) * page_size > page_bytes:
         raise LayoutError(
             f"{owner}: token_planes {token_planes} of {page_size} tokens exceed the page's "

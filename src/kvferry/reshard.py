@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvferry.arguments import flag, of_type
 from kvferry.cyclic import pages_per_page
 from kvferry.errors import LayoutError
 from kvferry.identity import ModelIdentity
@@ -146,6 +147,10 @@ def plan_reshard(
     Raises:
         LayoutError: what was written cannot be read so; says why.
     """
+    of_type("writer", writer, CacheLayout, error=LayoutError)
+    of_type("reader", reader, CacheLayout, error=LayoutError)
+    flag("dcp_in_tp", dcp_in_tp)
+    flag("by_token", by_token)
     _check_identities(writer, reader, dcp_in_tp)
     deals = deal_of(writer), deal_of(reader)
     reader_pages, writer_pages = pages_per_page(*deals)

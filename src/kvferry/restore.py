@@ -5,7 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.arguments import mapping, one_of, or_none, shown, whole_number
 from kvferry.errors import ArgumentError
+from kvferry.pools import SPACES
 
 
 def restorable(exists: Mapping[str, NDArray[np.bool_]], window_pages: int | None) -> list[int]:
@@ -23,11 +25,15 @@ def restorable(exists: Mapping[str, NDArray[np.bool_]], window_pages: int | None
     Raises:
         ArgumentError: no space, arrays of different lengths, or a window under 1.
     """
+    mapping("exists", exists, "index spaces and which of their pages exist")
+    for space, row in exists.items():
+        one_of("exists: index space", space, SPACES)
+        if np.ndim(row) != 1 or (np.size(row) and np.asarray(row).dtype != bool):
+            raise ArgumentError(f"exists of {space!r} is {shown(row)}, wanted [num_pages] bool")
     lengths = {space: len(row) for space, row in exists.items()}
     if not lengths or len(set(lengths.values())) != 1:
         raise ArgumentError(f"exists has lengths {lengths}, wanted one length for every space")
-    if window_pages is not None and window_pages < 1:
-        raise ArgumentError(f"window_pages is {window_pages}, wanted at least 1, or None")
+    window_pages = or_none("window_pages", window_pages, whole_number, 1)
     num_pages = next(iter(lengths.values()))
     ends = np.arange(1, num_pages + 1)
     good = np.ones(num_pages, dtype=bool)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.arguments import integers, string
 from kvferry.errors import LayoutError
 
 
@@ -33,9 +34,11 @@ class Sharding:
                 `owner`.
         """
         axis = entry.get("shard_axis")
-        parts = tuple(int(size) for size in entry.get("shard_parts") or ())
-        totals = tuple(int(size) for size in entry.get("shard_totals") or ())
-        group = entry.get("head_group") or ""
+        parts = integers(owner, "shard_parts", entry.get("shard_parts") or ())
+        totals = integers(owner, "shard_totals", entry.get("shard_totals") or ())
+        group = string(
+            f"{owner}: head_group", entry.get("head_group", ""), least=0, error=LayoutError
+        )
         if axis is None:
             if parts or totals or group:
                 raise LayoutError(
@@ -43,7 +46,7 @@ class Sharding:
                     f"{group!r} describe no axis, wanted shard_axis with them"
                 )
             return cls()
-        if not isinstance(axis, int) or not 0 <= axis < len(row_shape):
+        if type(axis) is not int or not 0 <= axis < len(row_shape):
             raise LayoutError(
                 f"{owner}: shard_axis is {axis!r}, wanted 0 .. {len(row_shape) - 1}, an axis of "
                 f"row_shape {row_shape}"
