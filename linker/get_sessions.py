@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from kvferry.arguments import shown
 from kvferry.errors import ArgumentError, StoreClosed, StoreError
 from kvferry.linker import codes
 from kvferry.linker.arguments import check_keys, check_sizes, split
@@ -186,9 +187,11 @@ class MooncakeGetSession:
         if not self._open.issuperset(keys) or min(offsets, default=0) < 0:
             for key, offset in zip(keys, offsets, strict=True):
                 if key not in self._open:
-                    raise ArgumentError(f"key {key!r} is not open in this get session")
+                    raise ArgumentError(
+                        f"key {shown(key)} is not open here, wanted one of this get session"
+                    )
                 if offset < 0:
-                    raise ArgumentError(f"key {key!r}: offset is {offset}, wanted 0 or more")
+                    raise ArgumentError(f"key {shown(key)}: offset is {offset}, wanted 0 or more")
         self._book.calls.check_addresses(keys, addresses, sizes)
         results: list[ObjectResult] = []
         with self._reads:

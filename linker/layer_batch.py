@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvferry.arguments import shown
 from kvferry.errors import TransferFailed
 from kvferry.kernels.pack import Packer
 from kvferry.kernels.page_ids import PageIds
@@ -337,7 +338,7 @@ class Batch:
                 transfer.fail(
                     TransferFailed(
                         f"load failed: {len(its)} of {len(wanted)} objects could not be had, the "
-                        f"first {first}: {its[first]}",
+                        f"first {shown(first)}: {its[first]}",
                         its,
                     )
                 )

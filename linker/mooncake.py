@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvferry.arguments import flag, of_type, seconds, string, whole_number
+from kvferry.arguments import flag, of_type, seconds, shown, string, whole_number
 from kvferry.errors import StoreClosed, StoreError, StoreUnavailable
 from kvferry.linker import clients, codes
 from kvferry.linker.arguments import (
@@ -184,7 +184,7 @@ class MooncakeStore:
         string("prefix", prefix, most=MAX_NAME_LENGTH)
         count = self._calls.remove_under(prefix)
         if count < 0:
-            raise _refused(f"removing what begins with {prefix!r}", count)
+            raise _refused(f"removing what begins with {shown(prefix)}", count)
         return count
 
     def put_session(self, keys: Sequence[str], sizes: Sequence[int]) -> MooncakePutSession:

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from kvferry.arguments import shown
 from kvferry.errors import TransferFailed
 from kvferry.kernels.pack import Packer
 from kvferry.kernels.page_ids import PageIds
@@ -166,7 +167,7 @@ class Mover:
             first = next(iter(causes))
             raise TransferFailed(
                 f"load failed: {len(causes)} of {len(item.part.keys)} objects could not be had, "
-                f"the first {first}: {causes[first]}",
+                f"the first {shown(first)}: {causes[first]}",
                 causes,
             )
 

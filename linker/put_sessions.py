@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
+from kvferry.arguments import shown
 from kvferry.errors import ArgumentError, StoreError
 from kvferry.linker import codes
 from kvferry.linker.arguments import check_keys, check_sizes, split
@@ -154,7 +155,7 @@ class MooncakePutSession:
                 except ArgumentError as error:
                     for taken, offset in zip(keys[:index], offsets[:index], strict=True):
                         self._coverage[taken].give_back(offset)
-                    raise ArgumentError(f"key {key!r}: {error}") from None
+                    raise ArgumentError(f"key {shown(key)}: {error}") from None
 
     def _settle(
         self,

@@ -4,6 +4,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from kvferry.arguments import shown
 from kvferry.errors import ArgumentError
 
 
@@ -74,6 +75,6 @@ class RegisteredRanges:
         index = bisect_right(starts, address) - 1
         if index < 0 or address + num_bytes > ends[index]:
             raise ArgumentError(
-                f"key {key!r}: {num_bytes} bytes at address {address:#x} are not inside one "
+                f"key {shown(key)}: {num_bytes} bytes at address {address:#x} are not inside one "
                 f"registered range, wanted a registered buffer's ({len(starts)} registered)"
             )

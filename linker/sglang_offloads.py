@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvferry.arguments import shown
 from kvferry.errors import TransferFailed
 from kvferry.linker.linker import Linker
 from kvferry.linker.sglang_jobs import Job, Opener
@@ -48,7 +49,7 @@ class Offload(Job[Transfer]):
         if not failures:
             return ""
         key, reason = next(iter(failures.items()))
-        return f"{len(failures)} objects were not stored, the first {key}: {reason}"
+        return f"{len(failures)} objects were not stored, the first {shown(key)}: {reason}"
 
 
 class Offloads:

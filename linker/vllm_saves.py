@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 
+from kvferry.arguments import shown
 from kvferry.errors import KVFerryError, TransferFailed
 from kvferry.linker.layer_save import LayerSave
 from kvferry.linker.linker import Linker
@@ -136,4 +137,6 @@ def _report(save: Transfer) -> None:
         return
     if failures:
         key, reason = next(iter(failures.items()))
-        log.warning("%d objects were not stored, the first %s: %s", len(failures), key, reason)
+        log.warning(
+            "%d objects were not stored, the first %s: %s", len(failures), shown(key), reason
+        )

@@ -818,6 +818,62 @@ MUTANTS = (
         "held = bool(owner)",
         "tests/test_hung_owners.py",
     ),
+    Mutant(
+        "only buffers that begin at one address share memory",
+        "src/kvferry/overlaps.py",
+        "            if _share(one, other):",
+        "            if one.start == other.start:",
+        "tests/test_overlaps.py",
+    ),
+    Mutant(
+        "a load may leave pages unfilled",
+        "linker/plan.py",
+        "    if unique and rows:",
+        "    if not unique and rows:",
+        "tests/test_plan.py",
+    ),
+    Mutant(
+        "unsigned page ids wrap",
+        "kernels/page_ids.py",
+        'if found.dtype.kind == "u" and found.size',
+        'if found.dtype.kind == "x" and found.size',
+        "tests/test_plan.py",
+    ),
+    Mutant(
+        "page ids of another layout pass",
+        "kernels/page_ids.py",
+        "if their_space != space or their_layout is not layout:",
+        "if their_space != space:",
+        "tests/test_page_ids.py",
+    ),
+    Mutant(
+        "truth values are integers",
+        "src/kvferry/arguments.py",
+        "    if isinstance(value, bool) or getattr(value",
+        "    if getattr(value",
+        "tests/test_arguments.py",
+    ),
+    Mutant(
+        "a layer-wise load names the first objects that failed",
+        "linker/layer_loader.py",
+        "        if attempts.drain_s or not self._batch.lacking:",
+        "        if True:",
+        "tests/test_layers.py",
+    ),
+    Mutant(
+        "longer objects are not noticed by layer",
+        "linker/get_sessions.py",
+        "found += [answer >= 0 for answer in answers]",
+        "found += [False for answer in answers]",
+        "tests/test_sessions.py",
+    ),
+    Mutant(
+        "what a save finds stays missing",
+        "linker/lookup.py",
+        "        self._forget_misses(",
+        "        list(",
+        "tests/test_lookup.py",
+    ),
 )
 
 
