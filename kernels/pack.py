@@ -282,7 +282,7 @@ class Packer:
         if _is_within(layers, num_layers):  # as transfers by layer name them: no cost for each
             return ((layers[0], layers[-1] + 1),)
         chosen = [
-            whole_number("layers", each, 0, num_layers - 1)
+            each if type(each) is int else whole_number("layers", each, 0, num_layers - 1)
             for each in sequence("layers", layers, "layer ids")
         ]
         if any(not 0 <= layer_id < num_layers for layer_id in chosen):

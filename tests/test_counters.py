@@ -338,8 +338,8 @@ def start_wait(counters: LayerCounters, layer: int, timeout_us: int, backend: st
 
 def test_wrong_arguments_are_refused() -> None:
     for wrong, words in (
-        ({"num_layers": 0}, "num_layers is 0, wanted an integer, 1 .."),
-        ({"scope": "cta"}, "scope is 'cta', wanted 'gpu' or 'sys'"),
+        ({"num_layers": 0}, "num_layers is 0, wanted 1 .."),
+        ({"scope": "cta"}, "scope is 'cta', wanted one of"),
         ({"backend": "torch"}, "backend is 'torch', wanted"),
         ({"device": torch.device("meta")}, "device is meta, wanted a CPU or CUDA device"),
     ):
@@ -349,13 +349,13 @@ def test_wrong_arguments_are_refused() -> None:
     counters = LayerCounters(2, CPU)
     with pytest.raises(ArgumentError, match="num_signals has 1 numbers, wanted 2"):
         counters.begin_step([1])
-    with pytest.raises(ArgumentError, match="num_signals of layer 1 is 0, wanted at least 1"):
+    with pytest.raises(ArgumentError, match="num_signals of layer 1 is 0, wanted 1 "):
         counters.begin_step([1, 0])
     step = counters.begin_step([1, 2])
     for first, end in ((-1, 1), (1, 1), (1, 3), (2, None)):
         with pytest.raises(ArgumentError, match=r"wanted a range within 0 \.\. 1"):
             counters.signal(step, first, end)
-    with pytest.raises(ArgumentError, match="num_signals is 0, wanted at least 1"):
+    with pytest.raises(ArgumentError, match="num_signals is 0, wanted 1 "):
         counters.signal(step, 0, num_signals=0)
     with pytest.raises(ArgumentError, match="layer 0 has had 0 of 1 signals of step 1, and 2 more"):
         counters.signal(step, 0, 2, num_signals=2)
@@ -365,7 +365,7 @@ def test_wrong_arguments_are_refused() -> None:
         counters.begin_step()
     with pytest.raises(ArgumentError, match="preload came in step 1, wanted it before"):
         counters.preload()
-    with pytest.raises(ArgumentError, match="timeout_us is -1, wanted at least 0"):
+    with pytest.raises(ArgumentError, match="timeout_us is -1, wanted 0 "):
         counters.wait_on_stream(0, -1)
     for ask in (counters.count_of, lambda layer: counters.reached(step, layer)):
         with pytest.raises(ArgumentError, match=r"layers are -1 \.\. -1, wanted a range"):

@@ -101,7 +101,7 @@ def test_owner_without_master_says_why():
 
 
 def test_segment_must_not_be_tiny():
-    with pytest.raises(ArgumentError, match="segment_bytes is 5, wanted an integer, 1048576 "):
+    with pytest.raises(ArgumentError, match="segment_bytes is 5, wanted 1048576 "):
         LocalOwner("127.0.0.1:1", 5)
 
 

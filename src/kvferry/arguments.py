@@ -54,8 +54,9 @@ def whole_number(
     """
     found = value if type(value) is int else _as_int(value)
     if found is None or found < least or (most is not None and found > most):
-        wanted = f"{least} or more" if most is None else f"{least} .. {most}"
-        raise error(f"{name} is {shown(value)}, wanted an integer, {wanted}")
+        wanted = f"at least {least}" if most is None else f"{least} .. {most}"
+        kind = "an integer, " if found is None else ""
+        raise error(f"{name} is {shown(value)}, wanted {kind}{wanted}")
     return found
 
 
@@ -203,10 +204,7 @@ def of_type(
             Or `error`, where that is another.
     """
     if not isinstance(value, wanted):
-        raise error(
-            f"{name} is {shown(value)} of type {type(value).__name__}, wanted "
-            f"{what or wanted.__name__}"
-        )
+        raise error(f"{name} is {shown(value)}, wanted {what or wanted.__name__}")
     return value
 
 
