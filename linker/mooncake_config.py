@@ -8,8 +8,8 @@ from pathlib import Path
 from kvferry.arguments import mapping, number, seconds, settle, shown, string, whole_number
 from kvferry.errors import ArgumentError
 
-MAX_BYTES = 2**48
-"""What an address space holds."""
+MAX_BYTES = 2**63 - 1
+"""More than anybody has; it fits 64 bits."""
 
 MAX_RPC_TIMEOUT_S = 1e6
 """Mooncake keeps its milliseconds in 32 bits."""

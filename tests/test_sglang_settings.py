@@ -181,7 +181,7 @@ def test_our_settings_reach_their_place() -> None:
         ({"part_bytes": 1.5}, "part_bytes is 1.5"),
         ({"wire_threads": "2"}, "wire_threads is '2', wanted a value like 2"),
         ({"wire_threads": True}, "wire_threads is True"),
-        ({"wire_threads": 0}, "wire_threads is 0, wanted a positive number"),
+        ({"wire_threads": 0}, "wire_threads is 0, wanted 1 "),
         ({"integrity": 1}, "integrity is 1, wanted a value like True"),
         ({"lookup_ttl_s": "1"}, "lookup_ttl_s is '1'"),
         ({"namespace": 7}, "namespace is 7"),
@@ -194,7 +194,7 @@ def test_our_settings_reach_their_place() -> None:
         ({"standalone_storage": "yes"}, "wanted a client in this process"),
         ({"client_server_address": "h:1"}, "wanted a client in this process"),
         ({"master_server_address": "nowhere"}, "host:port"),
-        ({"lease_ttl_s": 0}, "lease_ttl_s must be positive"),
+        ({"lease_ttl_s": 0}, "lease_ttl_s is 0, wanted a number, above 0"),
     ],
 )
 def test_refused(extra: dict[str, Any], match: str) -> None:
