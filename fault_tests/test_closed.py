@@ -141,5 +141,7 @@ def test_closing_twice_and_using_after(bed: Bed) -> None:
         bed.linker.close(5.0)
     for begin in (bed.linker.save, bed.linker.load):
         with pytest.raises(TransferFailed, match="closed") as caught:
-            begin(["x"], {"full": [0]})
+            begin(["x"], {space: [0] for space in bed.layout.spaces})
         assert caught.value.cause == "closed"
+    with pytest.raises(TransferFailed, match="closed"):
+        bed.linker.lookup(["x"])

@@ -20,7 +20,9 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.runtime_context import get_parallel
 
 from kvferry.errors import ArgumentError, KVFerryError
+from kvferry.linker.endings import Ending
 from kvferry.linker.engine_config import tell
+from kvferry.linker.home import Home, stays_home
 from kvferry.linker.linker import Linker
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.pool_tensors import qualified_name
@@ -43,6 +45,7 @@ CLOSE_LIMIT_S = 30.0
 _MHA = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 
 
+@stays_home
 class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """Moves the pages of SGLang's prefix tree to and from Mooncake Store.
 
@@ -83,6 +86,7 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
             StoreError: Mooncake cannot be reached, or refuses the staging buffer.
             PeersLost: `share_reads` is set, and the other ranks do not come.
         """
+        self._home = Home("the linker for SGLang")
         if others:
             log.warning("arguments %s are unknown here and not used", sorted(others))
         self.forward_stream = forward_stream
@@ -125,6 +129,8 @@ class KVFerryLinker(UnifiedCacheLinker):  # type: ignore[misc]
             raise
         self._loads = Loads(self.linker)
         self._offloads = Offloads(self.linker, ranks, self._pools.replicated)
+        for each in (self._loads, self._offloads):
+            Ending(self, dropped=each.leave)
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         self.layer_done_counter = LayerDoneCounter(
             layout.num_layers, self._loads, config.wait_timeout_s, by_layer=_asks_by_layer(kvcache)

@@ -103,6 +103,10 @@ class Opener(Generic[JobT]):
         if not self._worker.join(timeout_s):
             log.error("%s still at work %g s after close", self._worker.name, timeout_s)
 
+    def leave(self) -> None:
+        """End the thread likewise, for whoever was dropped; does not wait."""
+        self._worker.leave()
+
     def _carry_out(self, job: JobT) -> None:
         try:
             with self._after(job.behind):

@@ -133,6 +133,10 @@ class Loads:
             batch.give_up(reason, "cancelled")
         self._running.clear()
 
+    def leave(self) -> None:
+        """End the thread, for whoever was dropped; does not wait."""
+        self._opener.leave()
+
     def close(self, timeout_s: float) -> None:
         """End what runs, and the thread."""
         self.reset("the linker is closed")

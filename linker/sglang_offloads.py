@@ -112,6 +112,10 @@ class Offloads:
             offload.give_up(reason, "cancelled")
         self._waiting.clear()
 
+    def leave(self) -> None:
+        """End the thread, for whoever was dropped; does not wait."""
+        self._opener.leave()
+
     def close(self, timeout_s: float) -> None:
         """End all of them, and the thread."""
         self.reset("the linker is closed")

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.errors import KVFerryError
+from kvferry.linker.home import Home, stays_home
 from kvferry.linker.mooncake import MooncakeStore
 from kvferry.linker.mooncake_config import MooncakeConfig
 from kvferry.linker.vllm_groups import RankKeys, read_groups
@@ -43,6 +44,7 @@ from kvferry.linker.vllm_worker import CLOSE_LIMIT_S, WorkerSide
 log = logging.getLogger(__name__)
 
 
+@stays_home
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps vLLM's prefix cache in Mooncake Store, as packed pages."""
 
@@ -56,6 +58,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             LayoutError: a kind of cache that is not described.
             StoreError: Mooncake cannot be reached.
         """
+        self._home = Home("the connector")
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm(logging.getLogger("kvferry"), logging.getLogger("vllm"))
         if others:

@@ -17,6 +17,7 @@ from forking import AT_ONCE_S, LIMIT_S, end_of, forked, held_elsewhere
 from linker_bed import Bed, ids, keys
 
 from kvferry.errors import ForkedProcess
+from kvferry.linker.home import Home, stays_home
 from kvferry.linker.layer_load import LayerLoad
 from kvferry.linker.master import LocalMaster
 from kvferry.linker.owner import LocalOwner
@@ -272,6 +273,46 @@ def test_leaving_with_blocks_in_a_child_does_nothing(family: Family) -> None:
     assert end_of(forked(leave_span)) == 0
     span.release()
     family.check_whole()
+
+
+@stays_home
+class Adapter:
+    """As the engines' are."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        self._home = Home("the adapter")
+
+    def count(self, more: int = 1) -> int:
+        return self._add(more)
+
+    def _add(self, more: int) -> int:
+        self.made += more
+        return self.made
+
+    @classmethod
+    def of_the_class(cls) -> str:
+        return cls.__name__
+
+    @property
+    def of_the_type(self) -> bool:
+        return True
+
+
+def test_a_whole_class_stays_home() -> None:
+    adapter = Adapter()
+
+    def check() -> None:
+        with pytest.raises(ForkedProcess, match="the adapter belongs to process"):
+            adapter.count()
+        assert adapter.of_the_type
+        assert adapter.of_the_class() == Adapter().of_the_class() == "Adapter"
+        assert Adapter().count() == 1
+
+    assert adapter.count(more=2) == 2
+    assert end_of(forked(check)) == 0
+    assert adapter.count() == 3
 
 
 @pytest.mark.parametrize("what", ["own", "refused", "spawn", "leaving"])

@@ -466,3 +466,11 @@ def test_ended_batches_are_not_kept(loads: Loads, linker: FakeLinker) -> None:
     finally:
         gc.enable()
         loads.reset("end of test")
+
+
+def test_an_opener_that_was_left_ends() -> None:
+    opener: Opener[Job[Handle]] = Opener("test-opener-left", CPU, lambda job: None)
+    thread = opener._worker._thread
+    opener.leave()
+    thread.join(5.0)
+    assert not thread.is_alive()
