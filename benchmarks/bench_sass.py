@@ -17,8 +17,10 @@ from kvferry.tuning.inspection import Inspected
 TARGETS = ("sm_90", "sm_100")
 LONG = ("pack_tiles_id4", "unpack_tiles_id4")
 SHORT = ("pack_units16_id4", "unpack_units16_id4")
-SHOWN = (*LONG, "unpack_zero_tiles_id4", "unpack_keep_tiles_id4", "pack_summed_tiles_id4",
-         "unpack_summed_tiles_id4", "sum_tiles", *SHORT)  # fmt: skip
+SUMMED = ("pack_summed_tiles_id4", "unpack_summed_tiles_id4", "sum_tiles")
+SHOWN = (*LONG, "unpack_zero_tiles_id4", "unpack_keep_tiles_id4", *SUMMED,
+         "pack_summed_tiles_persistent_id4", *SHORT, "pack_summed_units16_id4",
+         "pack_summed_units16_few_id4")  # fmt: skip
 
 
 def main() -> int:
@@ -41,6 +43,8 @@ def main() -> int:
     bars = [
         Bar("long_instructions_per_16_bytes", _most(plain, LONG), 19.0, at_least=False),
         Bar("short_instructions_per_16_bytes", _most(plain, SHORT), 43.0, at_least=False),
+        Bar("summed_instructions_per_16_bytes", _most(found.values(), SUMMED), 60.0,
+            at_least=False),
         Bar("share_at_16_bytes", min(one.payload_share or 0.0 for one in found.values()), 1.0,
             at_least=True),
         Bar("burst_kib_in_flight", min(_in_flight(one) for one in plain) / 1024, 128.0,

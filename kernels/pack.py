@@ -361,6 +361,7 @@ class Packer:
                 self.device,
                 object_align_bytes,
                 config,
+                fill_layers=not self._own_segments,
             )
             self._tables[key] = tables
         return tables

@@ -122,6 +122,8 @@ def build_tables(
     device: torch.device,
     object_align_bytes: int,
     config: LaunchConfig,
+    *,
+    fill_layers: bool = True,
 ) -> Tables:
     """Return the tables of a set of segments.
 
@@ -131,6 +133,7 @@ def build_tables(
         device: where the tables go.
         object_align_bytes: 16, 8, 4, 2 or 1: what divides every object's address.
         config: tile size, and the length at which a part takes the page kernel.
+        fill_layers: whether they leave no gaps in layers, so that these can be summed.
     """
     tiles = _Rows(16, num_layers)
     units = {width: _Rows(width, num_layers) for width in (16, 8, 4, 2, 1)}
@@ -141,7 +144,7 @@ def build_tables(
             tiles.extend(segment.layer_id, _tile_rows(segment, config.tile_bytes))
         else:
             units[width].extend(segment.layer_id, [_unit_row(segment, width)])
-            if width < SUMMED_BYTES:
+            if fill_layers and width < SUMMED_BYTES:
                 narrow.setdefault(segment.layer_id, []).extend(_stretches(segment))
     pairs = _Rows(SUMMED_BYTES, num_layers)
     for layer_id, stretches in narrow.items():
@@ -263,13 +266,14 @@ def _stretches(segment: Segment) -> list[tuple[int, int]]:
 
 
 def _pair_rows(stretches: Sequence[tuple[int, int]], layer_id: int) -> list[tuple[int, ...]]:
-    """Join stretches that share a pair of words, for each pair is summed once."""
+    """Join stretches that follow one another: each pair of words must be summed as one.
+
+    Between others lie wide units alone, since a layer has no gaps: those never share a pair.
+    """
     joined: list[tuple[int, int]] = []
     for start, end in sorted(stretches):
-        if joined and (
-            start == joined[-1][1] or start // SUMMED_BYTES * SUMMED_BYTES < joined[-1][1]
-        ):
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        if joined and start == joined[-1][1]:
+            joined[-1] = (joined[-1][0], end)
         else:
             joined.append((start, end))
     return [

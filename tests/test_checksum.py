@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ArgumentError
 from kvferry.kernels.checksum import ObjectSums, checksums_reference
+from kvferry.kernels.device import PACK
 from kvferry.kernels.pack import Packer
+from kvferry.kernels.page_ids import PageIds
 from kvferry.launch import LaunchConfig
 from kvferry.layout import CacheLayout
 from kvferry.testing import make_tensors, object_bytes_of, write_telling
@@ -106,7 +108,43 @@ ALIGNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("description", [LAYOUT, ALIGNED], ids=["odd", "aligned"])
+# Rows by 8, 4, 2 and 1 bytes beside one another in a layer; layers begin at 0, 309 and 342.
+NARROW_POOLS = {
+    "page_size": 3,
+    "num_layers": 3,
+    "pools": [
+        {"name": "wide", "index": "full", "rows": "token", "row_shape": [20], "dtype": "float32",
+         "layers": [0, 2]},
+        {"name": "scale", "index": "full", "rows": "token", "row_shape": [3], "dtype": "int32",
+         "layers": [0, 2]},
+        {"name": "odd", "index": "full", "rows": "token", "row_shape": [11], "dtype": "uint8",
+         "layers": [0, 1, 2]},
+        {"name": "half", "index": "full", "rows": "token", "row_shape": [4], "dtype": "int16",
+         "layers": [2]},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.interpreter
+def test_ids_outside_the_pools_add_nothing_by_narrow_units_either(device: torch.device) -> None:
+    plain = CacheLayout.from_description(NARROW_POOLS)
+    layout = plain.bind(make_tensors(plain, 4, device))
+    packer = Packer(layout, "full")
+    size = layout.object_bytes["full"]
+    objects = torch.full((3 * size,), 7, dtype=torch.uint8, device=device)
+    sums = torch.zeros(3, 3, dtype=torch.int64, device=device)
+    ids = PageIds(torch.tensor([2, 4, -1], device=device), unique=True)
+    move = packer.describe(PACK, ids, objects.data_ptr(), size, ((0, 3),), sums=sums)
+    for launch in packer.launches(move):
+        launch.start(device)
+    assert sums[0, 0] != 0
+    assert sums[1:].count_nonzero() == 0
+    assert bool((objects[size:] == 7).all())
+
+
+@pytest.mark.parametrize(
+    "description", [LAYOUT, ALIGNED, NARROW_POOLS], ids=["odd", "aligned", "narrow"]
+)
 @pytest.mark.interpreter
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("splits", [[None], [[0], [1, 2]], [[1], [0, 2]]])
@@ -142,7 +180,7 @@ def test_pack_and_unpack_sum_what_they_move(
     ]
     objects = torch.zeros(5 * stride, dtype=torch.uint8, device=device)
     for move in (packer.pack, packer.unpack):
-        sums = torch.zeros(5, 3, dtype=torch.int64, device=device)
+        sums = torch.zeros(5, layout.num_layers, dtype=torch.int64, device=device)
         for layers in splits:
             move(pages, objects, stride_bytes=stride, layers=layers, sums=sums, backend=backend)
         assert sums.tolist() == wanted

@@ -29,8 +29,8 @@ def run(*command: str) -> Any:
 def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """What `make inspect` prints and records, for a part of the targets: all would take minutes."""
     path = tmp_path_factory.mktemp("inspected") / "rows.json"
-    part = "(tiles|units16_(persistent_)?id4)[^@]*$"  # behind @: other sizes of a program
-    targets = ("sm_90:(tiles|units)[^@]*$", f"sm_100:{part}", f"gfx942:{part}")
+    part = "(tiles|units16_(persistent_)?id4|sum_pairs)[^@]*$"  # behind @: other sizes of a program
+    targets = ("sm_90:(tiles|units|pairs)[^@]*$", f"sm_100:{part}", f"gfx942:{part}")
     command = [sys.executable, "-m", "kvferry.tuning", "inspect", "--json", str(path)]
     command += itertools.chain(*zip(itertools.repeat("--target"), targets))
     done = subprocess.run(command, env=COMPILED, capture_output=True, text=True, timeout=600)
@@ -46,7 +46,9 @@ def test_every_variant_compiles_for_every_target(inspected: tuple[str, dict[str,
              for target in ("sm_90", "sm_100", "gfx942")}  # fmt: skip
     assert names["sm_100"] == names["gfx942"] < names["sm_90"]
     assert {"pack_tiles", "unpack_zero_units16_persistent_id4", "sum_tiles"} < names["sm_100"]
-    assert {"pack_units1", "unpack_summed_units8_few_persistent"} < names["sm_90"]
+    assert {"pack_units1", "unpack_summed_units8_few_persistent", "sum_pairs_moved_id4"} < names[
+        "sm_90"
+    ]
     assert len(rows) == sum(map(len, names.values()))
     assert all(row["instructions"] for row in rows)
 
@@ -62,6 +64,7 @@ def test_the_kernels_that_transfers_use_keep_the_bars(
 ) -> None:
     """Bars are for ever, whatever a thresholds file says."""
     bars = {"pack_tiles_id4": 19, "unpack_tiles_id4": 19,
+            "pack_summed_tiles_id4": 60, "unpack_summed_tiles_id4": 60,
             "pack_units16_id4": 43, "unpack_units16_id4": 43}  # fmt: skip
     rows = [row for row in inspected[1]["rows"] if row["name"] in bars]
     assert len(rows) == 3 * len(bars)
