@@ -72,6 +72,7 @@ def _move_block(
             mask = mask & (page_id.to(tl.uint64) < num_pool_pages.to(tl.uint64))
             pool = page_id.to(tl.uint32).to(tl.int64) * tl.load(row + 1)
             pool += wide_part * tl.load(row + 5) + in_part_bytes
+        is_there = mask
         kept = mask
         if TAIL != 0:
             token_byte = tl.load(row + 11) + wide_part * tl.load(row + 10) + in_part_bytes
@@ -105,33 +106,33 @@ def _move_block(
         value = load_payload(source, mask, CACHE)
         if MOVE == 0:
             store_payload(packed_units, value, mask, CACHE)
-        else:
-            if MOVE == 1:
-                if TAIL == 1:
-                    store_payload(pool_units, tl.where(kept, value, 0), mask, CACHE)
-                else:
-                    store_payload(pool_units, value, kept, CACHE)
         if SUM:
             # Which pair of words of their object they are, in 32 bits, as objects are under 2 GiB.
             tl.static_assert(UNIT_BYTES >= 8, "narrower units are summed by `pairs`")
             position = tl.load(row + 2) + wide_part * tl.load(row + 6) + in_part_bytes
-            pair = (position >> 3).to(tl.uint32)
+            pair = position.to(tl.uint32) >> 3
             sums = sums_address.to(tl.int64).to(tl.pointer_type(tl.int64)) + tl.load(row + 12)
             if UNIT_BYTES == 16:
                 pair = pair[:, None] + tl.arange(0, 2)[None, :].to(tl.uint32)
-                terms = tl.sum(tl.where(mask, checksum_terms(value, pair), 0), axis=1)
+                terms = tl.sum(checksum_terms(value, pair), axis=1)
             else:
-                terms = tl.where(mask, checksum_terms(value, pair), 0)
+                terms = checksum_terms(value, pair)
             if FEW_PAGES:
                 current = divide(first, tl.load(row + 8))
                 last = divide(tl.minimum(first + UNITS, num_units) - 1, tl.load(row + 8))
                 while current <= last:
-                    total = tl.sum(tl.where(page == current, terms, 0), axis=0)
+                    total = tl.sum(tl.where(is_there & (page == current), terms, 0), axis=0)
                     tl.atomic_add(sums + current.to(tl.int64) * num_layers, total, sem="relaxed")
                     current += 1
             else:
                 cells = sums + wide_page * num_layers
-                tl.atomic_add(cells, terms, mask=unit < num_units, sem="relaxed")
+                tl.atomic_add(cells, terms, mask=is_there, sem="relaxed")
+        # Behind the sum: else what a tail zeroes takes registers of its own meanwhile, and spills.
+        if MOVE == 1:
+            if TAIL == 1:
+                store_payload(pool_units, tl.where(kept, value, 0), mask, CACHE)
+            else:
+                store_payload(pool_units, value, kept, CACHE)
 
 
 @triton.jit(do_not_specialize=_UNIT_ARGUMENTS, launch_metadata=units_metadata)
