@@ -17,9 +17,9 @@ Every change within one word is told for sure: but for what the other word alone
 `low * (high + 1)`, or `high * (low + 2**32)`, and neither repeats. All else is a matter of chance,
 and was tried: exchanges of blocks of 1 to 256 bytes, rotations, shifts, repeats, fills and
 permutations of neighbours, in normal numbers and in data of few values, such as signed zeros
-(`tests/test_checksum_strength.py`). None went unseen, nor did any of 49 million exchanges tried once;
-and no stretch of 22 bits of the sum, taken alone, let more of those pass than random bits would: 12
-to 19, expected were 12. It is no protection against forgery.
+(`tests/test_checksum_strength.py`). None went unseen, and none of 49 million exchanges tried once.
+No 22 bits of the sum, taken alone, let many more of those pass than random bits would: 12 to 19,
+where 12 were expected. It is no protection against forgery.
 """
 
 import itertools
