@@ -96,7 +96,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--faults", default="", help="only those whose names hold this text")
     parser.add_argument("--no-faults", action="store_true", help="inject none; no load may be bad")
     parser.add_argument("--write", action="store_true", help="record the figures")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not any(options.faults in kind for kind in KINDS):
+        parser.error(f"--faults is {options.faults!r}, wanted a part of one of: {', '.join(KINDS)}")
+    return options
 
 
 def _logs_apart() -> Path:
