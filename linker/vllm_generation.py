@@ -71,7 +71,9 @@ class Generation:
             log.info("reset: weights are the same, and so is generation %r", self.current)
         else:
             log.warning(
-                "reset: weights changed from generation %r to %r, named after what they hold",
-                self._before, self.current,
+                "reset: weights changed, from generation %r to %r: %s",
+                self._before,
+                self.current,
+                "named after what they hold" if self.current == name else "served before",
             )  # fmt: skip
         return self.current == before

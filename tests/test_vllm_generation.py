@@ -35,7 +35,8 @@ def test_other_weights_are_named_after_what_they_hold(caplog: pytest.LogCaptureF
         assert not one.decide(("a", "c"))
     assert made.current == other.current
     assert made.current.startswith("weights-")
-    assert "weights changed from generation ''" in caplog.text
+    assert "weights changed, from generation ''" in caplog.text
+    assert "named after what they hold" in caplog.text
     changed = made.current
     made.renew()
     made.decide(("a", "d"))
@@ -43,6 +44,7 @@ def test_other_weights_are_named_after_what_they_hold(caplog: pytest.LogCaptureF
     made.renew()
     made.decide(("a", "b"))
     assert made.current == ""  # those that it started with
+    assert caplog.messages[-1].endswith("to '': served before")
 
 
 def test_weights_that_are_not_seen_are_a_generation_of_their_own() -> None:
