@@ -221,9 +221,9 @@ class StagingBuffer:
 
     def release(self, span: Span, *, after_s: float = 0.0) -> None:
         """See `Span.release`."""
+        self.home.check()
         of_type("span", span, Span)
         after_s = seconds("after_s", after_s)
-        self.home.check()
         with self._changed:
             if self._held.get(span.offset) is not span:
                 raise ArgumentError(
