@@ -13,6 +13,7 @@ from kvferry.linker.home import Home
 from kvferry.linker.process import Child
 
 _LOG_TAIL_BYTES = 4000
+_EXIT_S = 1.0  # then it is killed: nothing that it holds is of use any more
 
 LocalT = TypeVar("LocalT", bound="LocalProcess")
 
@@ -109,7 +110,7 @@ class LocalProcess:
         return f"its log ends:\n{end}"
 
     def _end_at_exit(self, timeout_s: float) -> None:
-        self._running.end(max(1.0, timeout_s))
+        self._running.end(_EXIT_S)
 
 
 class _Running:
