@@ -106,6 +106,8 @@ def _move_block(
         value = load_payload(source, mask, CACHE)
         if MOVE == 0:
             store_payload(packed_units, value, mask, CACHE)
+        elif MOVE == 1 and TAIL != 1:
+            store_payload(pool_units, value, kept, CACHE)
         if SUM:
             # Which pair of words of their object they are, in 32 bits, as objects are under 2 GiB.
             tl.static_assert(UNIT_BYTES >= 8, "narrower units are summed by `pairs`")
@@ -128,11 +130,8 @@ def _move_block(
                 cells = sums + wide_page * num_layers
                 tl.atomic_add(cells, terms, mask=is_there, sem="relaxed")
         # Behind the sum: else what a tail zeroes takes registers of its own meanwhile, and spills.
-        if MOVE == 1:
-            if TAIL == 1:
-                store_payload(pool_units, tl.where(kept, value, 0), mask, CACHE)
-            else:
-                store_payload(pool_units, value, kept, CACHE)
+        if MOVE == 1 and TAIL == 1:
+            store_payload(pool_units, tl.where(kept, value, 0), mask, CACHE)
 
 
 @triton.jit(do_not_specialize=_UNIT_ARGUMENTS, launch_metadata=units_metadata)
