@@ -25,6 +25,8 @@ DISCARD_S = 1
 """After this, another client may take over a key that is open for writing."""
 CLIENT_TTL_S = 2
 """After this, the master forgets an owner that is gone."""
+LONG = {"put_start_discard_s": 120.0, "client_ttl_s": 120.0}
+"""What clients take these two for: tests want them to be late."""
 SEGMENT_BYTES = 16 << 20
 FILLER_BYTES = 1 << 18
 
@@ -109,7 +111,7 @@ class Cluster:
 
     def client(self, **settings: Any) -> MooncakeStore:
         """Connect one more client."""
-        settings = {"lease_ttl_s": LEASE_TTL_S, "session_max_age_s": 20.0, **settings}
+        settings = {"lease_ttl_s": LEASE_TTL_S, "session_max_age_s": 20.0, **LONG, **settings}
         self._clients.append(MooncakeStore(MooncakeConfig(self.master.address, **settings)))
         self._clients[-1]._calls.breaker._longest_pause_s = 0.5  # of 5: tests wait for the probe
         return self._clients[-1]

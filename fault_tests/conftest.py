@@ -16,7 +16,7 @@ from bed import Bed
 from cluster import Cluster, Filler
 from forms import FORMS, SAVE_FORMS, Form
 
-from kvferry.linker import attempts, crew, hung_owners
+from kvferry.linker import crew, hung_owners, patience
 
 TEST_LIMIT_S = 120.0
 DRAIN_S = 1.0
@@ -48,7 +48,7 @@ def limit(real_stderr: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "DRAIN_S", DRAIN_S)
+    monkeypatch.setattr(patience, "DRAIN_S", DRAIN_S)
     monkeypatch.setattr(hung_owners, "HOLD_S", HOLD_S)
     monkeypatch.setattr(crew, "_LAST_S", LAST_S)
 

@@ -4,16 +4,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
+from kvferry.linker import patience
 from kvferry.linker.store import FETCHED, STORED, ObjectResult, Outcome, all_are
 
 RETRY_DELAY_S = 0.05
 """Before the one retry: a full store evicts in the background, every 10 ms."""
-
-SLOW_CALL_S = 1.0
-"""A failed call that took longer may have left its transfer running."""
-
-DRAIN_S = 60.0
-"""How long such a transfer can still land: Mooncake gives one 30 to 60 s."""
 
 STILL_ARRIVING = "STILL_ARRIVING"
 """Code of a failed object whose bytes may still land, however soon the call returned."""
@@ -74,12 +69,12 @@ class Attempts:
                 result.outcome is Outcome.FAILED for result in results
             )
             if failed and any(result.code_name == STILL_ARRIVING for result in results):
-                self.drain_s = DRAIN_S
+                self.drain_s = patience.DRAIN_S
         finally:
             taken_s = time.perf_counter() - begin_s
             self.wire_us += taken_s * 1e6
-            if failed and taken_s > SLOW_CALL_S:
-                self.drain_s = DRAIN_S
+            if failed and taken_s > patience.SLOW_S:
+                self.drain_s = patience.DRAIN_S
         return results
 
 

@@ -108,10 +108,6 @@ class Calls:
             if replicas and replicas[0].is_memory_replica()
         }
 
-    def put(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Write whole objects; 0 does not mean stored."""
-        return self._hung.write(partial(self._many, "batch_put_from"), keys, addresses, sizes)
-
     def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Read whole objects; byte counts, or negative codes."""
         return self._hung.read(partial(self._many, "batch_get_into"), keys, addresses, sizes)

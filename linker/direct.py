@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -194,7 +193,7 @@ class DirectSaver:
         attempts, begin_s = Attempts(), time.perf_counter()
         with transfer.touching_pages():
             results = attempts.twice(
-                partial(self._store.put, absent=True),
+                self._store.put,
                 part.keys,
                 addresses,
                 part.sizes,

@@ -20,6 +20,10 @@ _DRAIN_TIMEOUT_S = 90.0  # longer than Mooncake's own bound on a transfer, 60 s
 _NEVER_S = float("-inf")
 _NOWHERE = 4096  # no null pointer, which Mooncake refuses; nothing is moved there
 
+TRUST_S = 0.25
+"""How long the master's word is good that an object is where it was: a lease of a master that was
+restarted since holds nothing, and its memory may be another object's."""
+
 _EXPIRED = ObjectResult(Outcome.LEASE_EXPIRED, codes.code_name(codes.LEASE_EXPIRED))
 
 
@@ -38,6 +42,7 @@ class GetBook:
     ) -> None:
         self.calls = calls
         self.lease_ttl_s = lease_ttl_s
+        self.trust_s = min(TRUST_S, lease_ttl_s / 2)
         self.max_call_bytes = max_call_bytes
         self.max_call_objects = max_call_objects
         # Held over the calls too: an end that overtakes a start would end the newcomer's entry.
@@ -74,7 +79,7 @@ class GetBook:
             return results
 
     def fresh(self, keys: Sequence[str]) -> tuple[dict[str, ObjectResult], float]:
-        """Renew the leases older than half their time, or from before an outage.
+        """Renew the leases older than `TRUST_S` or half their time, or from before an outage.
 
         Returns:
             The keys that could not be renewed, with the reason, and when the oldest of the other
@@ -84,13 +89,15 @@ class GetBook:
         with self._lock:
             if any(key not in self._held for key in keys):  # drained
                 raise StoreClosed("the store is closed")
-            oldest_s = time.monotonic() - self.lease_ttl_s / 2
+            oldest_s = time.monotonic() - self.trust_s
             old = [
                 key
                 for key in keys
                 if self._held[key].leased_s < oldest_s or self._held[key].num_outages != num_outages
             ]
-            renewed = self._lease(old)
+            renewed: dict[str, ObjectResult] = {}
+            for first in range(0, len(old), self.max_call_objects):
+                renewed.update(self._lease(old[first : first + self.max_call_objects]))
             failed = {
                 key: result
                 for key, result in renewed.items()
@@ -98,6 +105,16 @@ class GetBook:
             }
             leased_s = [self._held[key].leased_s for key in keys if key not in failed]
         return failed, min(leased_s, default=_NEVER_S)
+
+    def ask(self, keys: Sequence[str]) -> list[int]:
+        """Return the master's code for each key, as `Calls.get_start`; holds nothing."""
+        with self._lock:
+            answers: list[int] = []
+            for first in range(0, len(keys), self.max_call_objects):
+                answers += self.calls.get_start(keys[first : first + self.max_call_objects])
+            found = [key for key, code in zip(keys, answers, strict=True) if code == 0]
+            self.calls.get_end([key for key in found if key not in self._held])
+        return answers
 
     def dropped(self, key: str) -> None:
         """Note that Mooncake has let go of a key, so that the next read leases it anew."""
@@ -277,15 +294,22 @@ class MooncakeGetSession:
         return [results[key] for key in asked]
 
     def _fresh(self, keys: Sequence[str]) -> tuple[dict[str, ObjectResult], float]:
-        """Return as `GetBook.fresh`, without a look at each key while nothing has changed."""
+        """Return as `GetBook.fresh`, without a look at each key while nothing has changed.
+
+        All of the session's keys are renewed together, so that this costs a call per `TRUST_S`.
+        """
         book = self._book
         if (
-            time.monotonic() < self._leased_s + book.lease_ttl_s / 2
+            time.monotonic() < self._leased_s + book.trust_s
             and book.num_losses == self._num_losses
             and book.calls.num_outages == self._num_outages
         ):
             return {}, self._leased_s
-        return book.fresh(keys)
+        num_losses, num_outages = book.num_losses, book.calls.num_outages
+        failed, leased_s = book.fresh(sorted(self._open))
+        if not failed:
+            self._num_losses, self._num_outages, self._leased_s = num_losses, num_outages, leased_s
+        return {key: failed[key] for key in keys if key in failed}, leased_s
 
     def _is_in_time(self, leased_s: float, num_outages: int) -> bool:
         """Whether bytes that came now came within the lease."""

@@ -1,26 +1,26 @@
-"""The work of the layer-wise saves' thread: layer groups through kernels, staging and store."""
+"""The work of the layer-wise saves' thread: layer groups through kernels and staging, then puts."""
 
 import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
 
-from kvferry.errors import TransferFailed
+from kvferry.errors import StagingTimeout
 from kvferry.kernels.pack import Packer
 from kvferry.kernels.page_ids import PageIds
-from kvferry.linker.attempts import RETRY_DELAY_S, reason_of
 from kvferry.linker.layer_plan import GroupPart, Piece, Rows, cut, merge
 from kvferry.linker.layer_save import LayerSave
-from kvferry.linker.layer_staging import StagedPart, acquire
+from kvferry.linker.layer_staging import StagedPart, acquire, leaves_room
 from kvferry.linker.lookup import ExistenceCache
+from kvferry.linker.mover import count_stored
 from kvferry.linker.plan import SpacePlan
-from kvferry.linker.ranges import of_layers, of_part, of_plans, ranged
+from kvferry.linker.ranges import Range, of_layers, of_part, of_plans, ranged
 from kvferry.linker.seal import Seal, ends_of, wait
 from kvferry.linker.staging import Span, StagingBuffer
-from kvferry.linker.store import ObjectResult, Outcome, PutSession, Store
+from kvferry.linker.store import ObjectResult, Outcome, Store
 from kvferry.linker.streams import Fence, Lane
 from kvferry.linker.trace import Trace
 from kvferry.linker.transfer import Ended
@@ -30,9 +30,11 @@ from kvferry.linker.wire import Wire
 class LayerSaver:
     """Carries out layer-wise saves, one at a time, in the thread that calls it.
 
-    This thread packs each layer group once the model has written it; wire threads write it into the
-    objects of a put session. The session begins with the first group, so that only the model's own
-    time counts against its age.
+    This thread packs each layer group once the model has written it, into objects that stand whole
+    in up to half of staging: so the pages are free as soon as the last layer is packed. Only then
+    do wire threads put the objects. Nothing is reserved in the store while the model computes,
+    since a master or owner that is lost meanwhile would give the memory to others unnoticed. What
+    staging has no room for is packed and put once all layers are written.
 
     Attributes:
         lane: the stream that its kernels run on.
@@ -81,13 +83,10 @@ class _Run:
         self._saver = saver
         self._save = save
         self._staged: deque[StagedPart] = deque()
-        self._session: PutSession | None = None
-        self._keys: list[str] = []  # of the session
         self._rows: dict[str, Rows] = {}
         self._ids: dict[str, PageIds] = {}
         self._sums: dict[str, torch.Tensor] = {}
-        self._failures: dict[str, str] = {}
-        self._last_pack = Fence()
+        self._packs: list[Fence] = []  # behind each launch
 
     @ranged(lambda run: of_plans("save", run._save.plans, "layers"))
     def carry_out(self) -> None:
@@ -97,25 +96,18 @@ class _Run:
             missing = self._missing()
             if missing:
                 first = self._written(0)
-                missing = self._open(missing)
-            if missing:
-                self._prepare(missing)
-                parts = cut(self._saver._layout, self._rows, save.groups, self._saver._part_bytes)
-                for group, of_group in enumerate(parts):
-                    behind = self._written(group) if group else first
-                    for part in of_group:
-                        self._pack(part, behind)
-                wait(self._last_pack)
+                parts = self._prepare(missing)
+                early = self._reserve(parts)
+                behind = self._pack_early(early, first)
+                self._pack_late(parts[len(early) :], behind)
+                wait(self._packs[-1])
+                save.timings.pack_us += sum(fence.device_us or 0.0 for fence in self._packs)
                 save.mark_packed()
                 while self._staged:
                     self._retire()
-                self._finish()
             save.mark_packed()
-            save.progress.failures.update(self._failures)
         finally:
             with contextlib.ExitStack() as rest:  # all of it, whatever one of them raises
-                if self._session is not None:
-                    rest.callback(self._session.abort)  # does nothing once it was finished
                 for item in self._staged:
                     rest.callback(item.release)
         save.finish()
@@ -131,39 +123,11 @@ class _Run:
         plans = [plan.select([next(missing) for _ in plan.keys]) for plan in save.plans]
         save.timings.lookup_us += _us_since(begin_s)
         save.progress.num_existing += sum(found.exists)
-        self._failures.update(found.spoilt)
+        save.progress.failures.update(found.spoilt)
         return [plan for plan in plans if plan.keys]
 
-    def _open(self, plans: list[SpacePlan]) -> list[SpacePlan]:
-        """Begin the put session; return the plans of the objects that may be written."""
-        save = self._save
-        keys = self._keys = [key for plan in plans for key in plan.keys]
-        sizes = [size for plan in plans for size in plan.sizes]
-        results: list[ObjectResult] = []
-        for attempt in range(2):
-            save.check_going()
-            self._session = self._saver._store.put_session(keys, sizes)
-            results = self._session.start_results()
-            full = any(result.outcome is Outcome.NO_SPACE for result in results)
-            if not full or attempt:
-                break
-            self._session.abort()  # nothing is written yet, so all of it may be tried again
-            time.sleep(RETRY_DELAY_S)
-        for key, result in zip(keys, results, strict=True):
-            if result.outcome is Outcome.EXISTS:
-                save.progress.num_existing += 1
-            elif result.outcome is not Outcome.STORED:
-                self._failures[key] = reason_of(result)
-        self._saver._existence.mark_stored(
-            key
-            for key, result in zip(keys, results, strict=True)
-            if result.outcome is Outcome.EXISTS
-        )
-        opened = iter(result.outcome is Outcome.STORED for result in results)
-        selected = [plan.select([next(opened) for _ in plan.keys]) for plan in plans]
-        return [plan for plan in selected if plan.keys]
-
-    def _prepare(self, plans: list[SpacePlan]) -> None:
+    def _prepare(self, plans: list[SpacePlan]) -> list[GroupPart]:
+        """Upload page ids, and return the parts: rows whose objects are put in one call."""
         saver = self._saver
         self._rows = merge([tuple(plans)], [None])
         with saver.lane.work(Fence()):
@@ -171,30 +135,31 @@ class _Run:
                 self._ids[space] = PageIds.upload(saver._layout, rows.plan.page_ids, unique=False)
                 if saver._seal is not None:
                     self._sums[space] = saver._seal.zeros(len(rows))
+        whole = ((0, saver._layout.num_layers),)
+        num_wires = saver._wire.num_threads
+        (parts,) = cut(saver._layout, self._rows, whole, saver._part_bytes, num_wires)
+        return parts
 
-    def _finish(self) -> None:
-        """End the session, and note what became of each object."""
-        assert self._session is not None
-        progress, stored = self._save.progress, []
-        for plan, results in self._finals():
-            for key, result in zip(plan.keys, results, strict=True):
-                if result.outcome is Outcome.STORED:
-                    progress.num_objects += 1
-                    progress.num_bytes += plan.object_bytes
-                    stored.append(key)
-                else:
-                    self._failures.setdefault(key, reason_of(result))
-        self._saver._existence.mark_stored(stored)
+    def _reserve(self, parts: Iterable[GroupPart]) -> list[StagedPart]:
+        """Hold spans for the first parts, as far as there is room now without harm to others.
 
-    def _finals(self) -> list[tuple[SpacePlan, list[ObjectResult]]]:
-        assert self._session is not None
-        begin_s = time.perf_counter()
-        finals = self._session.finish()
-        self._save.timings.wire_us += _us_since(begin_s)
-        of_key = dict(zip(self._keys, finals, strict=True))
-        return [
-            (rows.plan, [of_key[key] for key in rows.plan.keys]) for rows in self._rows.values()
-        ]
+        These spans are held while the model computes, which may itself wait for a load: so half of
+        staging, in one piece with room for any part, is left to others.
+        """
+        staging = self._saver._staging
+        early: list[StagedPart] = []
+        needed = max(self._saver._part_bytes, *(r.plan.stride_bytes for r in self._rows.values()))
+        for part in parts:
+            try:
+                span = staging.acquire(part.staging_bytes, 0.0)
+            except StagingTimeout:
+                break
+            if not leaves_room([*(item.span for item in early), span], needed):
+                span.release()
+                break
+            early.append(_staged(part, span))
+            self._staged.append(early[-1])
+        return early
 
     # ---- bytes ----
 
@@ -204,106 +169,112 @@ class _Run:
 
         Raises:
             Ended: the save is over.
-            TransferFailed: the session is too old to wait any longer.
         """
         save, begin_s = self._save, time.perf_counter()
-        while True:
-            while self._staged and self._is_sent(self._staged[0]):
-                self._retire()
-            left_s = save.left_s if self._session is None else self._session.left_s
-            fence = save.wait_written(group, left_s)
+        fence: Fence | None = None
+        while fence is None:
+            fence = save.wait_written(group, save.left_s)
             save.check_going()
-            if fence is not None:
-                save.timings.model_us += _us_since(begin_s)
-                return fence
-            if self._session is not None and self._session.left_s <= 0:
-                first, end = save.groups[group]
-                raise TransferFailed(
-                    f"save failed: layers {first}..{end - 1} were not written while the put session"
-                    " was young enough",
-                    cause="session too old",
-                )
+        save.timings.model_us += _us_since(begin_s)
+        return fence
 
-    def _pack(self, part: GroupPart, behind: Fence) -> None:
-        """Pack a part, and hand it to the wire."""
-        saver, save, begin_s = self._saver, self._save, time.perf_counter()
-        span = self._acquire(part.staging_bytes)
-        save.timings.staging_us += _us_since(begin_s)
-        rows = [range(piece.first_row, piece.end_row) for piece in part.pieces]
-        item = StagedPart(part, span, rows)
-        self._staged.append(item)
-        self._launch(item, behind)
-        item.call = saver._wire.call(partial(self._send, item))
+    def _pack_early(self, early: list[StagedPart], first: Fence) -> Fence:
+        """Pack what is reserved, group by group as the model writes them, and put it.
 
-    @ranged(lambda _, item, behind: of_part("pack", item.part, item.rows))
-    def _launch(self, item: StagedPart, behind: Fence) -> None:
-        """Pack a part into its span."""
+        Returns:
+            The fence behind the last group's writes.
+        """
+        groups, behind = self._save.groups, first
+        for group, layers in enumerate(groups):
+            behind = self._written(group) if group else first
+            for item in early:
+                self._launch(item, range(*layers), behind)
+        for item in early:
+            item.call = self._saver._wire.call(partial(self._put, item))
+        return behind
+
+    def _pack_late(self, parts: Iterable[GroupPart], behind: Fence) -> None:
+        """Pack and put the other parts, one after another, as spans come free."""
+        saver, save = self._saver, self._save
+        for part in parts:
+            begin_s = time.perf_counter()
+            item = _staged(part, self._acquire(part.staging_bytes))
+            save.timings.staging_us += _us_since(begin_s)
+            self._staged.append(item)
+            self._launch(item, range(saver._layout.num_layers), behind)
+            item.call = saver._wire.call(partial(self._put, item))
+
+    @ranged(lambda run, item, layers, _: run._range_of(item, layers))
+    def _launch(self, item: StagedPart, layers: range, behind: Fence) -> None:
+        """Pack some layers of a part into its span."""
         saver, part, span = self._saver, item.part, item.span
         with self._save.touching_pages() as touched:
             with saver.lane.work(behind) as fences:
                 for piece in part.pieces:
+                    if not self._layer_bytes(piece.space, layers):
+                        continue
                     saver._packers[piece.space].pack(
                         self._ids[piece.space][piece.first_row : piece.end_row],
                         span.tensor[piece.base_bytes :],
                         stride_bytes=piece.stride_bytes,
-                        layers=range(part.first_layer, part.end_layer),
-                        origin_bytes=piece.origin_bytes,
+                        layers=layers,
                         sums=self._sums_of(piece),
                         backend=saver._backend,
                     )
             touched.extend(fences)
-        item.fence = self._last_pack = fences[-1]
+        item.fence = fences[-1]
+        self._packs.append(item.fence)
         if saver._trace is not None:
-            saver._trace.add_fence("pack", part.name, item.fence, bytes=part.num_bytes)
+            described = self._range_of(item, layers)
+            saver._trace.add_fence("pack", described.what, item.fence, bytes=described.num_bytes)
+
+    def _range_of(self, item: StagedPart, layers: range) -> Range:
+        num_bytes = sum(
+            piece.num_rows * self._layer_bytes(piece.space, layers) for piece in item.part.pieces
+        )
+        num_pages = sum(piece.num_rows for piece in item.part.pieces)
+        return Range("pack", f"layers {layers.start}..{layers.stop - 1}", num_bytes, num_pages)
+
+    def _layer_bytes(self, space: str, layers: range) -> int:
+        offsets = self._saver._layout.layer_offsets[space]
+        return offsets[layers.stop] - offsets[layers.start]
 
     @ranged(lambda _, item: of_part("wire", item.part, item.rows))
-    def _send(self, item: StagedPart) -> dict[str, ObjectResult]:
-        """Write a part's ranges into their objects; in a wire thread."""
-        assert self._session is not None
-        part, save = item.part, self._save
+    def _put(self, item: StagedPart) -> dict[str, ObjectResult]:
+        """Put a part's objects; in a wire thread."""
+        saver, part, save = self._saver, item.part, self._save
         wait(item.fence)
         save.check_going()
         self._write_ends(item)
-        keys, addresses, sizes, offsets = [], [], [], []
+        keys, addresses, sizes = [], [], []
         for piece in part.pieces:
-            plan_keys = self._rows[piece.space].plan.keys
-            for row, address in enumerate(piece.addresses(item.span.address), piece.first_row):
-                if plan_keys[row] not in self._failures:
-                    keys.append(plan_keys[row])
-                    addresses.append(address)
-                    sizes.append(piece.range_bytes)
-                    offsets.append(piece.origin_bytes)
-        if not keys:
-            return {}
+            keys += self._rows[piece.space].plan.keys[piece.first_row : piece.end_row]
+            addresses += piece.addresses(item.span.address)
+            sizes += [piece.range_bytes] * piece.num_rows
         begin_s = time.perf_counter()
+        again = (Outcome.NO_SPACE, Outcome.FAILED)
         try:
-            results = item.attempts.twice(
-                self._session.write, keys, addresses, sizes, offsets, again=(Outcome.FAILED,)
-            )
+            results = item.attempts.twice(saver._store.put, keys, addresses, sizes, again=again)
         finally:
-            if self._saver._trace is not None:
-                self._saver._trace.add(
-                    "wire", part.name, begin_s, time.perf_counter(), bytes=sum(sizes)
-                )
+            if saver._trace is not None:
+                end_s = time.perf_counter()
+                saver._trace.add("wire", part.name, begin_s, end_s, bytes=sum(sizes))
         return dict(zip(keys, results, strict=True))
 
     def _write_ends(self, item: StagedPart) -> None:
-        """Put the trailers behind the last bytes of the objects; every layer's sum is known."""
+        """Put the trailers behind the payloads; every layer's sum is known."""
         seal = self._saver._seal
         if seal is None:
             return
         begin_s = time.perf_counter()
         for piece in item.part.pieces:
-            if piece.has_end:
-                plan = self._rows[piece.space].plan
-                keys = plan.keys[piece.first_row : piece.end_row]
-                behind = piece.base_bytes + plan.object_bytes - piece.origin_bytes
-                ends = ends_of(
-                    item.span.tensor, len(keys), piece.stride_bytes, behind, plan.end_bytes
-                )
-                sums = self._sums_of(piece)
-                assert sums is not None
-                seal.write(ends, plan, keys, sums)
+            plan = self._rows[piece.space].plan
+            keys = plan.keys[piece.first_row : piece.end_row]
+            behind = piece.base_bytes + plan.object_bytes
+            ends = ends_of(item.span.tensor, len(keys), piece.stride_bytes, behind, plan.end_bytes)
+            sums = self._sums_of(piece)
+            assert sums is not None
+            seal.write(ends, plan, keys, sums)
         item.seal_us = _us_since(begin_s)
 
     def _sums_of(self, piece: Piece) -> torch.Tensor | None:
@@ -312,26 +283,22 @@ class _Run:
         return self._sums[piece.space][piece.first_row : piece.end_row]
 
     def _retire(self) -> None:
-        """Wait for the oldest part's store call, and let its span go."""
-        item = self._staged[0]
+        """Wait for the oldest part's store call, note what came of it, and let its span go."""
+        item, save = self._staged[0], self._save
         assert item.call is not None
         try:
             results: dict[str, ObjectResult] = item.call.result()
         finally:
-            timings = self._save.timings
-            timings.pack_us += item.fence.device_us or 0.0
-            timings.wire_us += item.attempts.wire_us
-            timings.seal_us += item.seal_us
-        for key, result in results.items():
-            if result.outcome is not Outcome.STORED:
-                self._failures.setdefault(key, reason_of(result))
+            save.timings.wire_us += item.attempts.wire_us
+            save.timings.seal_us += item.seal_us
+        for piece in item.part.pieces:
+            plan = self._rows[piece.space].plan
+            keys = plan.keys[piece.first_row : piece.end_row]
+            own = [results[key] for key in keys]
+            count_stored(save, self._saver._existence, plan._replace(keys=keys), own)
         item.release()
         self._staged.popleft()
-        self._save.check_going()
-
-    @staticmethod
-    def _is_sent(item: StagedPart) -> bool:
-        return item.call is not None and item.call.done()
+        save.check_going()
 
     def _acquire(self, num_bytes: int) -> Span:
         save = self._save
@@ -351,6 +318,11 @@ class _Run:
             return False
         self._retire()
         return True
+
+
+def _staged(part: GroupPart, span: Span) -> StagedPart:
+    rows = [range(piece.first_row, piece.end_row) for piece in part.pieces]
+    return StagedPart(part, span, rows)
 
 
 def _us_since(begin_s: float) -> float:

@@ -43,6 +43,24 @@ class StagedPart:
         self.span.release(after_s=self.attempts.drain_s)
 
 
+def leaves_room(spans: Sequence[Span], needed_bytes: int) -> bool:
+    """Whether one transfer may hold spans for as long as it likes: others always find room.
+
+    Args:
+        spans: at least one, of one staging buffer.
+        needed_bytes: what each of the others needs at once, in one piece.
+
+    Returns:
+        Whether they take no more than half of the buffer, and one of the gaps that they leave, were
+        they alone in it, is that long.
+    """
+    total = spans[0].staging.num_bytes
+    edges = [0, *(edge for s in sorted(spans, key=lambda s: s.offset) for edge in
+                  (s.offset, s.offset + s.num_bytes)), total]  # fmt: skip
+    gaps = [end - begin for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+    return 2 * sum(gaps) >= total and max(gaps) >= needed_bytes
+
+
 def acquire(
     staging: StagingBuffer,
     num_bytes: int,

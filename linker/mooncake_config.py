@@ -24,6 +24,12 @@ _ENVIRONMENT = {
     "MOONCAKE_TE_META_DATA_SERVER": "metadata",
 }
 
+LIMITS = (
+    "lease_ttl_s", "max_call_bytes", "max_call_objects", "put_start_discard_s",
+    "put_start_release_s", "client_ttl_s", "session_max_age_s", "rpc_timeout_s",
+)  # fmt: skip
+"""Settings that are positive numbers."""
+
 
 @dataclass(frozen=True)
 class MooncakeConfig:
@@ -42,8 +48,12 @@ class MooncakeConfig:
         lease_ttl_s: the master's `default_kv_lease_ttl`, or less; never more than the master's.
         max_call_bytes: a longer list of objects is split into several calls.
         max_call_objects: likewise, by their number.
-        session_max_age_s: how long a put session may be written and ended. The master lets another
-            writer take over after its `put_start_discard_timeout_sec` (30 s): stay well below.
+        put_start_discard_s, put_start_release_s, client_ttl_s: the master's own settings
+            `put_start_discard_timeout_sec`, `put_start_release_timeout_sec` and `client_ttl`, or
+            less: when it lets another writer have a key that is being written, gives such a key's
+            memory away, and forgets an owner that it does not hear of.
+        session_max_age_s: how long a put session may be written and ended; 0.8 times the shortest
+            of these three by default, and never longer than it.
         rpc_timeout_s: how long one request to a master that is frozen may block. Applies to the
             whole process, and only where MC_RPC_TIMEOUT_MS is not set yet.
     """
@@ -58,7 +68,10 @@ class MooncakeConfig:
     lease_ttl_s: float = 10.0
     max_call_bytes: int = 256 << 20
     max_call_objects: int = 1000
-    session_max_age_s: float = 20.0
+    put_start_discard_s: float = 30.0
+    put_start_release_s: float = 600.0
+    client_ttl_s: float = 10.0
+    session_max_age_s: float | None = None
     rpc_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -71,8 +84,16 @@ class MooncakeConfig:
             self.master_endpoint()
         settle(self, "segment_bytes local_buffer_bytes", whole_number, 0, MAX_BYTES)
         settle(self, "max_call_bytes max_call_objects", whole_number, 1, MAX_BYTES)
-        settle(self, "lease_ttl_s session_max_age_s", seconds, above=True)
+        settle(self, "lease_ttl_s put_start_discard_s put_start_release_s client_ttl_s", seconds, above=True)
+        if self.session_max_age_s is not None:
+            settle(self, "session_max_age_s", seconds, above=True)
         settle(self, "rpc_timeout_s", number, above=True, most=MAX_RPC_TIMEOUT_S)
+        if self.session_age_s > self._shortest_s:
+            raise ArgumentError(
+                f"session_max_age_s is {self.session_max_age_s:g}, wanted at most "
+                f"{self._shortest_s:g}: the shortest of put_start_discard_s, put_start_release_s "
+                "and client_ttl_s"
+            )
         if self.protocol == "rdma":
             self._check_rdma()
 
@@ -97,6 +118,16 @@ class MooncakeConfig:
             if field in values:
                 string(variable, values[field])
         return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def session_age_s(self) -> float:
+        """How long a put session may be written and ended, in seconds."""
+        given_s = self.session_max_age_s
+        return 0.8 * self._shortest_s if given_s is None else given_s
+
+    @property
+    def _shortest_s(self) -> float:
+        return min(self.put_start_discard_s, self.put_start_release_s, self.client_ttl_s)
 
     def master_endpoint(self) -> tuple[str, int] | None:
         """Return the master's host and port; None when an HA backend's address is configured."""

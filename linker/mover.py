@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -132,8 +131,8 @@ class Mover:
             )
             self._seal.write(ends, part, part.keys, item.sums)
             transfer.timings.seal_us += _us_since(begin)
-        put = partial(self._store.put, absent=True)  # `_save` has just asked
-        results = self._call(transfer, put, item, (Outcome.NO_SPACE, Outcome.FAILED))
+        again = (Outcome.NO_SPACE, Outcome.FAILED)
+        results = self._call(transfer, self._store.put, item, again)
         count_stored(transfer, self._existence, item.part, results)
         self._release(staged.popleft())
 

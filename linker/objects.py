@@ -1,45 +1,37 @@
-"""Whole objects on Mooncake: one call each way, and what became of every object in it."""
+"""Whole objects on Mooncake: one session or call each way, and what became of every object."""
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from kvferry.linker import codes
 from kvferry.linker.calls import Calls
-from kvferry.linker.store import EXISTS, FETCHED, STORED, ObjectResult, Outcome
+from kvferry.linker.put_book import PutBook
+from kvferry.linker.put_sessions import MooncakePutSession
+from kvferry.linker.store import FETCHED, STORED, ObjectResult, Outcome, all_are
 
 _WRONG_SIZE = ObjectResult(Outcome.WRONG_SIZE)
 _EXPIRED = ObjectResult(Outcome.LEASE_EXPIRED, codes.code_name(codes.LEASE_EXPIRED))
 
 
 def put_objects(
-    calls: Calls,
-    keys: Sequence[str],
-    addresses: Sequence[int],
-    sizes: Sequence[int],
-    *,
-    absent: bool = False,
+    book: PutBook, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
 ) -> list[ObjectResult]:
-    """Write objects in one call, between two lookups; see `MooncakeStore.put`."""
-    there = [False] * len(keys) if absent else calls.exists(keys)
-    writing = [index for index, is_there in enumerate(there) if not is_there]
-    columns: list[Sequence[Any]] = [keys, addresses, sizes]
-    if len(writing) < len(keys):
-        columns = [[column[index] for index in writing] for column in columns]
-    answers = calls.put(*columns)
-    accepted = [
-        index
-        for index, code in zip(writing, answers, strict=True)
-        if code in (0, codes.OBJECT_ALREADY_EXISTS)
-    ]
-    readable = calls.exists([keys[index] for index in accepted])
-    results = [EXISTS] * len(keys)
-    for index, code in zip(writing, answers, strict=True):
-        if code != 0:
-            results[index] = codes.failure(code)
-    for index, is_readable in zip(accepted, readable, strict=True):
-        results[index] = STORED if is_readable else _unreadable(calls, keys[index])
-    return results
+    """Write objects in one session; see `MooncakeStore.put`."""
+    writing = keys
+    with MooncakePutSession(book, keys, sizes) as session:
+        started = session.start_results()
+        if not all_are(started, STORED):
+            opened = [index for index, result in enumerate(started) if result is STORED]
+            addresses, sizes = ([row[index] for index in opened] for row in (addresses, sizes))
+            writing = [keys[index] for index in opened]
+        written = session.write(writing, addresses, sizes, [0] * len(writing))
+        results = session.finish()
+    if all_are(written, STORED):
+        return results
+    why = {
+        key: result for key, result in zip(writing, written, strict=True) if result is not STORED
+    }
+    return [why.get(key, result) for key, result in zip(keys, results, strict=True)]
 
 
 def get_objects(
@@ -57,15 +49,6 @@ def get_objects(
         _get_result(calls, key, size, answer, in_time)
         for key, size, answer in zip(keys, sizes, answers, strict=True)
     ]
-
-
-def _unreadable(calls: Calls, key: str) -> ObjectResult:
-    """Why a key that was accepted can't be read: another's write goes on, or it is gone again."""
-    size = calls.size_of(key)
-    if size >= 0:
-        return STORED  # the other writer ended just now
-    outcome = Outcome.PENDING if size == codes.REPLICA_IS_NOT_READY else Outcome.FAILED
-    return ObjectResult(outcome, codes.code_name(size))
 
 
 def _get_result(calls: Calls, key: str, size: int, answer: int, in_time: bool) -> ObjectResult:

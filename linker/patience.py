@@ -12,6 +12,9 @@ RANGES_PER_CALL = 8
 SLOW_S = 1.0
 """A call that failed and took longer has waited for an owner that does not answer."""
 
+DRAIN_S = 60.0
+"""How long the bytes of such a call may still land: Mooncake gives a transfer 30 to 60 s."""
+
 UNTRIED = ObjectResult(Outcome.FAILED, codes.code_name(codes.TRANSFER_FAIL))
 """A range that was given up because the calls before it were lost."""
 

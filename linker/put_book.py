@@ -2,39 +2,57 @@
 
 import logging
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.errors import StoreClosed, StoreError, StoreUnavailable
 from kvferry.linker import codes
 from kvferry.linker.calls import Calls
-from kvferry.linker.store import ObjectResult, Outcome
+from kvferry.linker.store import STORED, ObjectResult, Outcome
 
 _log = logging.getLogger(__name__)
+
+WITNESS_PREFIX = "kvferry/witness/"
+"""How keys begin that sessions open to tell whether the master is still that of their start."""
 
 
 class PutBook:
     """The keys that one client has open for writing; Mooncake keeps them in one map per client.
 
     A key stays in the book until Mooncake has let go of it, so that nobody revokes another's
-    session: a revocation that failed is kept, and repeated when the next session starts.
+    session: a revocation that failed, or that must not be made yet, is kept, and made when a later
+    session starts.
+
+    Attributes:
+        calls: of the client.
+        ask: asks the master for objects without a lease that anyone minds; a code for each key.
+        max_age_s: how long a session may be written and ended.
+        max_call_bytes, max_call_objects: of one call.
     """
 
     def __init__(
-        self, calls: Calls, *, max_age_s: float, max_call_bytes: int, max_call_objects: int
+        self,
+        calls: Calls,
+        ask: Callable[[Sequence[str]], list[int]],
+        *,
+        max_age_s: float,
+        max_call_bytes: int,
+        max_call_objects: int,
     ) -> None:
         self.calls = calls
+        self.ask = ask
         self.max_age_s = max_age_s
         self.max_call_bytes = max_call_bytes
         self.max_call_objects = max_call_objects
         self._lock = threading.Lock()
         self._open: set[str] = set()
-        self._abandoned: set[str] = set()  # a part of _open
+        self._abandoned: dict[str, float] = {}  # a part of _open: from when on they are revoked
 
     @property
     def num_open(self) -> int:
-        """Keys that are open, those included that wait to be revoked."""
+        """Keys that are open, without witnesses; those included that wait to be revoked."""
         with self._lock:
-            return len(self._open)
+            return sum(not key.startswith(WITNESS_PREFIX) for key in self._open)
 
     def start(self, size_of: dict[str, int]) -> dict[str, ObjectResult]:
         """Open keys for writing; STORED are the caller's until `end` or `revoke`."""
@@ -74,25 +92,40 @@ class PutBook:
         with self._lock:
             gone = set(keys)
             self._open -= gone
-            self._abandoned -= gone
+            for key in gone.intersection(self._abandoned):
+                del self._abandoned[key]
 
-    def abandon(self, keys: Iterable[str]) -> None:
-        """Mark keys still in the book for a revocation later."""
+    def abandon(self, keys: Iterable[str], *, after_s: float = 0.0) -> None:
+        """Mark keys still in the book for a revocation later.
+
+        Args:
+            keys: of objects that nobody writes any more.
+            after_s: not before this has passed: a revocation lets the master give their memory to
+                others, which bytes that are still on their way would then reach.
+        """
+        until_s = time.monotonic() + after_s
         with self._lock:
-            self._abandoned.update(self._open.intersection(keys))
+            self._abandoned.update(dict.fromkeys(self._open.intersection(keys), until_s))
 
     def drain(self) -> list[str]:
-        """Return all keys that are open, and forget them: the client is about to close."""
+        """Return the keys that are to be revoked, and forget all: the client is about to close.
+
+        Those whose bytes may still be on their way are left to the master, which discards them.
+        """
+        now_s = time.monotonic()
         with self._lock:
-            keys = sorted(self._open)
+            late = {key for key, until_s in self._abandoned.items() if until_s > now_s}
+            keys = sorted(self._open - late)
             self._open.clear()
             self._abandoned.clear()
         return keys
 
     def _sweep(self) -> None:
+        now_s = time.monotonic()
         with self._lock:
-            keys = sorted(self._abandoned)
-            self._abandoned.clear()
+            keys = sorted(key for key, until_s in self._abandoned.items() if until_s <= now_s)
+            for key in keys:
+                del self._abandoned[key]
         if keys:
             self.revoke(keys)
 
@@ -111,7 +144,7 @@ class PutBook:
                 outcome = Outcome.EXISTS if readable[key] else Outcome.PENDING
                 results[key] = ObjectResult(outcome, codes.code_name(code))
             else:
-                results[key] = ObjectResult(Outcome.STORED) if code == 0 else codes.failure(code)
+                results[key] = STORED if code == 0 else codes.failure(code)
         return results
 
     def _start_codes(self, keys: list[str], size_of: dict[str, int]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvferry.errors import ArgumentError
 from kvferry.linker.config import LinkerConfig
-from kvferry.linker.mooncake_config import MooncakeConfig
+from kvferry.linker.mooncake_config import LIMITS, MooncakeConfig
 from kvferry.linker.settings import bytes_of, file_values, values_of
 
 CONFIG_FILE = "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH"
@@ -36,12 +36,7 @@ _UNUSED = ("master_metrics_port", "check_server", "enable_ssd_offload", "ssd_off
 """Settings of SGLang's own client that mean nothing to kvferry's: allowed, and not read."""
 
 _LINKER = {field.name: field for field in fields(LinkerConfig) if field.name != "replicated"}
-_LIMITS = {
-    field.name: field
-    for field in fields(MooncakeConfig)
-    if field.name
-    in ("lease_ttl_s", "max_call_bytes", "max_call_objects", "session_max_age_s", "rpc_timeout_s")
-}
+_LIMITS = {field.name: field for field in fields(MooncakeConfig) if field.name in LIMITS}
 
 
 @dataclass(frozen=True)

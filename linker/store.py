@@ -148,18 +148,11 @@ class Store(Protocol):
         ...
 
     def put(
-        self,
-        keys: Sequence[str],
-        addresses: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        absent: bool = False,
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[ObjectResult]:
         """Write whole objects; per key STORED, EXISTS, PENDING, NO_SPACE or FAILED.
 
-        STORED and EXISTS both mean that a readable object of that key is there now. `absent` says
-        that the caller has just asked, and none of them exists: it saves a lookup, and an object
-        that another writer stores meanwhile counts as STORED.
+        STORED and EXISTS both mean that a readable object of that key is there now.
         """
         ...
 

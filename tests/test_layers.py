@@ -37,6 +37,13 @@ def read_all(load: LayerLoad) -> list[str]:
     return [load.wait_layer(layer).state for layer in range(NUM_LAYERS)]
 
 
+def wait_until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come true in time"
+        time.sleep(0.01)
+
+
 def fail_once(outcome: Outcome, name: str = "") -> Callable[..., list[ObjectResult] | None]:
     """Answer the first call with an outcome for every key."""
     turns = itertools.count()
@@ -84,26 +91,51 @@ def test_an_engine_may_save_after_the_forward(bed: Bed) -> None:
     bed.check(20, range(4))
 
 
-def test_layers_leave_as_they_are_written_and_no_sooner(bed: Bed) -> None:
-    linker = bed.linker(groups=GROUPS)
+def test_layers_are_packed_as_they_are_written_and_put_whole_behind_the_last(bed: Bed) -> None:
+    trace = Trace()
+    linker = bed.linker(groups=GROUPS, trace=trace)
     page_ids = ids(bed, 0, 4)
     save = linker.save(keys(4), page_ids, layerwise=True)
-    writes: list[int] = []
     for layer in range(NUM_LAYERS):
-        time.sleep(0.05)
-        writes.append(len([name for name, _ in bed.store.calls if name == "write"]))
-        assert linker.lookup(keys(4)) == []
         for space in bed.layout.spaces:
             pages = page_ids[space]
             bed.write(space, pages, pages, layer)
         save.layer_written(layer)
-    assert not save.done() or save.result().num_objects == 12
+        packed = [group for group in GROUPS if group[1] <= layer + 1]
+        wait_until(lambda packed=packed: len(trace.intervals("pack")) == len(packed))
+        names = [each.name for each in trace.intervals("pack")]
+        assert names == [f"layers {first}..{end - 1}" for first, end in packed]
+        if layer < NUM_LAYERS - 1:  # the store has heard of nothing yet, and has nothing reserved
+            assert {name for name, _ in bed.store.calls} <= {"exists"}
+            assert bed.store.store.num_open_puts == 0
+            assert linker.lookup(keys(4)) == []
     assert save.wait_packed()
     bed.poison()  # the pages may be written again now
-    save.result()
-    assert writes == [0, 1, 1, 2, 2]
+    assert save.result().num_objects == 12
     linker.load(keys(4), ids(bed, 32, 4)).result()
     bed.check(32, range(4))
+
+
+@pytest.mark.parametrize("staging_objects", [1, 2, 3, 5])
+def test_what_staging_has_no_room_for_follows_the_last_layer(
+    bed: Bed, staging_objects: int
+) -> None:
+    largest = max(stride_bytes(bed.layout, space, trailer=True) for space in bed.layout.spaces)
+    linker = bed.linker(staging_objects * largest, groups=GROUPS)
+    save = linker.save(keys(8), bed.fill(0, 8), layerwise=True)
+    save.layer_written(3)
+    time.sleep(0.1)
+    staging = linker._staging
+    # Half of it stays with others, in one piece, for as long as the model computes.
+    assert staging.largest_free_bytes >= min(staging.num_bytes // 2, largest)
+    other = linker.save(["other"], ids(bed, 40, 1)).result(10.0)
+    assert other.failures == {}
+    linker.load(["other"], ids(bed, 50, 1)).result(10.0)
+    assert not save.done()
+    save.layer_written(NUM_LAYERS - 1)
+    assert (save.result().num_objects, save.result().failures) == (24, {})
+    linker.load(keys(8), ids(bed, 32, 8)).result()
+    bed.check(32, range(8))
 
 
 def test_a_layer_is_there_when_its_wait_returns_and_before_the_others(bed: Bed) -> None:
@@ -559,16 +591,16 @@ def test_only_what_is_missing_is_packed_and_written(bed: Bed) -> None:
     save.all_written()
     done = save.result()
     assert (done.num_objects, done.num_existing) == (6, 12)
-    assert {size for name, size in bed.store.calls if name == "write"} == {2, 4}
+    assert [size for name, size in bed.store.calls if name == "put"] == [6]
     bed.store.calls.clear()
     # All of it is there: nobody waits for the model.
     assert linker.save(keys(6), ids(bed, 0, 6), layerwise=True).result().num_existing == 18
     assert [name for name, _ in bed.store.calls] == ["exists"]
 
 
-def test_a_range_that_was_not_written_is_written_again(bed: Bed) -> None:
+def test_an_object_that_was_not_written_is_written_again(bed: Bed) -> None:
     linker = bed.linker(groups=GROUPS)
-    bed.store.before["write"] = fail_once(Outcome.FAILED, "TRANSFER_FAIL")
+    bed.store.before["put"] = fail_once(Outcome.FAILED, "TRANSFER_FAIL")
     save = linker.save(keys(3), bed.fill(0, 3), layerwise=True)
     save.all_written()
     assert save.result().failures == {}
@@ -576,22 +608,20 @@ def test_a_range_that_was_not_written_is_written_again(bed: Bed) -> None:
     bed.check(32, range(3))
 
 
-def test_an_object_with_a_hole_is_never_readable(bed: Bed) -> None:
+def test_an_object_that_cannot_be_written_fails_alone(bed: Bed) -> None:
     linker = bed.linker(groups=GROUPS)
     (victim,) = linker.keys.object_keys(["page-1"], "full")
 
-    def lose(names: Sequence[str], addresses: Any, sizes: Any, offsets: Any) -> Any:
-        if offsets[0] == 0:
-            return None
+    def lose(names: Sequence[str], addresses: Any, sizes: Any) -> Any:
         keep = [i for i, name in enumerate(names) if name != victim]
-        some = bed.store.opened[-1].write(
-            *([column[i] for i in keep] for column in (names, addresses, sizes, offsets))
+        some = bed.store.store.put(
+            *([column[i] for i in keep] for column in (names, addresses, sizes))
         )
         answers = dict(zip(keep, some, strict=True))
         failed = ObjectResult(Outcome.FAILED, "TRANSFER_FAIL")
         return [answers.get(i, failed) for i in range(len(names))]
 
-    bed.store.before["write"] = lose
+    bed.store.before["put"] = lose
     save = linker.save(keys(3), bed.fill(0, 3), layerwise=True)
     save.all_written()
     done = save.result()
@@ -601,21 +631,18 @@ def test_an_object_with_a_hole_is_never_readable(bed: Bed) -> None:
     assert linker.stats.snapshot()["failures"]["save"] == {"transport": 1}
 
 
-def test_a_save_whose_model_stops_is_revoked_in_time(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bed.store.store._puts, "max_age_s", 0.4)
-    linker = bed.linker(groups=GROUPS)
+def test_a_save_whose_model_stops_ends_at_its_deadline(bed: Bed) -> None:
+    linker = bed.linker(groups=GROUPS, transfer_timeout_s=0.4)
     save = linker.save(keys(3), bed.fill(0, 3), layerwise=True)
     save.layer_written(1)
     begin_s = time.monotonic()
-    with pytest.raises(TransferFailed, match=r"layers 1\.\.2 were not written") as caught:
+    with pytest.raises(TransferFailed, match=r"not done within") as caught:
         save.result()
     assert time.monotonic() - begin_s < 5
-    assert caught.value.cause == "session too old"
+    assert caught.value.cause == "deadline"
     assert linker.lookup(keys(3)) == []
-    bed.store.store._puts.max_age_s = 20.0
-    again = linker.save(keys(3), bed.fill(0, 3), layerwise=True)
+    patient = bed.linker(groups=GROUPS)
+    again = patient.save(keys(3), bed.fill(0, 3), layerwise=True)
     again.all_written()
     assert again.result().num_objects == 9
 
@@ -636,22 +663,13 @@ def test_a_cancelled_save_is_revoked_at_once(bed: Bed) -> None:
 
 def test_a_full_store_is_tried_twice(bed: Bed) -> None:
     linker = bed.linker(groups=GROUPS)
-    turns = itertools.count()
-
-    class Full:
-        left_s = 20.0
-
-        def start_results(self) -> list[ObjectResult]:
-            return [ObjectResult(Outcome.NO_SPACE, "NO_AVAILABLE_HANDLE")] * 9
-
-        def abort(self) -> None:
-            pass
-
-    bed.store.before["put_session"] = lambda *_: Full() if next(turns) == 0 else None
+    full = fail_once(Outcome.NO_SPACE, "NO_AVAILABLE_HANDLE")
+    bed.store.before["put"] = full
     save = linker.save(keys(3), bed.fill(0, 3), layerwise=True)
     save.all_written()
     assert save.result().num_objects == 9
-    bed.store.before["put_session"] = lambda *_: Full()
+    always = [ObjectResult(Outcome.NO_SPACE, "NO_AVAILABLE_HANDLE")]
+    bed.store.before["put"] = lambda names, *_: always * len(names)
     other = bed.linker(groups=GROUPS)
     save = other.save(keys(3), ids(bed, 0, 3), layerwise=True)
     save.all_written()

@@ -420,10 +420,10 @@ def test_what_could_not_be_stored_is_told_by_object(bed: Bed) -> None:
 def test_the_span_of_a_slow_failed_call_is_kept_back(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvferry.linker import attempts
+    from kvferry.linker import patience
 
-    monkeypatch.setattr(attempts, "SLOW_CALL_S", 0.05)
-    monkeypatch.setattr(attempts, "DRAIN_S", 1.0)
+    monkeypatch.setattr(patience, "SLOW_S", 0.05)
+    monkeypatch.setattr(patience, "DRAIN_S", 1.0)
     linker = bed.linker(staging_bytes=1 << 16, transfer_timeout_s=5)
     linker.save(keys(2), bed.fill(0, 2)).result()
     staging = linker._staging
