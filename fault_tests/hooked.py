@@ -8,6 +8,8 @@ from kvferry.linker.mooncake import MooncakeStore
 
 CALLS = ("exists", "put", "get", "put_session", "get_session")
 SESSION_CALLS = ("write", "finish", "abort", "read", "close")
+INNER_CALLS = ("put_start", "put_write", "put_end")
+"""Of the client, within a put: of the store's last `Hooked`."""
 
 Hook = Callable[..., Any]
 
@@ -26,6 +28,10 @@ class Hooked:
         self.store = store
         self.before: dict[str, Hook] = {}
         self.calls: list[tuple[str, Any]] = []
+        inner = store._calls
+        for name in INNER_CALLS:
+            real = getattr(type(inner), name).__get__(inner)
+            setattr(inner, name, self.through(name, real))
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self.store, name)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from bed import Bed, words
+from bed import GROUPS, Bed, words
 from cluster import wait_until, within
 from forms import BATCH, LAYERS, MOVES, SLACK_S, WHOLE, Form, Moving, end_of, name_of
 from hooked import Pause
@@ -22,12 +22,12 @@ SAVE_STAGES = [
     (WHOLE, "put", 0),
     (WHOLE, "put", 1),
     (LAYERS, "exists", 0),
-    (LAYERS, "put_session", 0),
-    (LAYERS, "pack", 0),
-    (LAYERS, "write", 0),
-    (LAYERS, "write", 1),
-    (LAYERS, "write", 2),
-    (LAYERS, "finish", 0),
+    *((LAYERS, "pack", nth) for nth in range(len(GROUPS))),
+    (LAYERS, "put", 0),
+    (LAYERS, "put_start", 0),
+    (LAYERS, "put_write", 0),
+    (LAYERS, "put_write", 1),
+    (LAYERS, "put_end", 0),
 ]
 LOAD_STAGES = [
     (WHOLE, "get", 0),
@@ -189,7 +189,7 @@ def test_a_save_cancelled_between_layers(bed: Bed, num_written: int) -> None:
     save = bed.save(LAYERS, keys, pages, written=False)
     for layer in range(num_written):
         save.whole.layer_written(layer)
-    wait_until(lambda: bed.store.count("write") >= min(num_written, 1))
+    wait_until(lambda: not num_written or bed.staging.num_held_bytes > 0)
     with within(SLACK_S):
         save.cancel()
         assert [words(end) for end in save.end()] == [["cancelled"]]

@@ -56,7 +56,7 @@ def test_close_in_the_midst_of_a_store_call(bed: Bed, form: Form, kind: str) -> 
     targets = bed.targets(pages)
     call = {
         ("save", False): "put",
-        ("save", True): "write",
+        ("save", True): "put",
         ("load", False): "get",
         ("load", True): "read",
     }[kind, form.by_layer]
@@ -86,7 +86,7 @@ def test_close_in_the_midst_of_a_store_call(bed: Bed, form: Form, kind: str) -> 
 def test_close_does_not_wait_for_a_model_that_writes_nothing(bed: Bed) -> None:
     save = bed.save(LAYERS, keys := bed.keys(4), bed.sources(4), written=False)
     save.whole.layer_written(0)
-    wait_until(lambda: bed.store.count("write") > 0)
+    wait_until(lambda: bed.staging.num_held_bytes > 0)
     with within(0.3 + LAST_S):
         bed.linker.close(0.3)
     assert [words(end) for end in save.end()] == [["closed"]]

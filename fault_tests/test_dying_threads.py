@@ -10,7 +10,7 @@ from cluster import wait_until, within
 from forms import MOVES, SLACK_S, Form, Moving, name_of
 from hooked import Do, Pause
 
-SAVE_CALLS = {False: ["exists", "put"], True: ["exists", "put_session", "write", "finish"]}
+SAVE_CALLS = ["exists", "put", "put_start", "put_write", "put_end"]
 LOAD_CALLS = {False: ["get"], True: ["get_session", "read"]}
 
 
@@ -22,7 +22,7 @@ def test_an_exit_out_of_a_store_call_fails_one_transfer(
     def leave() -> None:
         raise error("a thread that is asked to go")
 
-    calls = (SAVE_CALLS if kind == "save" else LOAD_CALLS)[form.by_layer]
+    calls = SAVE_CALLS if kind == "save" else LOAD_CALLS[form.by_layer]
     for call in calls:
         keys, pages = bed.saved(2)
         bed.store.before[call] = Do(leave)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from bed import Bed, succeeded, words
 from cluster import Cluster, within
-from forms import LAYERS, SLACK_S, WHOLE, Form, name_of
+from forms import SAVE_FORMS, SLACK_S, WHOLE, Form, name_of
 from hooked import Do
 
 from kvferry.errors import TransferFailed
@@ -13,8 +13,11 @@ from kvferry.errors import TransferFailed
 RPC_S = 3.0  # MC_RPC_TIMEOUT_MS, see conftest.py
 MANY_CALLS_S = 3 * RPC_S + SLACK_S
 
-# Every call of each form that asks the master, except those in the midst of an open session.
-SAVE_CALLS = [(WHOLE, "exists"), (WHOLE, "put"), (LAYERS, "put_session"), (LAYERS, "finish")]
+SAVE_CALLS = [
+    (form, call)
+    for form in SAVE_FORMS
+    for call in ("exists", "put", "put_start", "put_write", "put_end")
+]
 
 
 def test_without_a_master_transfers_fail_at_once_and_nothing_exists(

@@ -56,7 +56,7 @@ def test_an_owner_that_dies_in_the_midst(cluster: Cluster, bed: Bed, form: Form,
         assert all(words(end) for end in load.end())
     cluster.heal()
     bed.store.before.clear()
-    bed.store.before["write" if form.by_layer else "put"] = Do(cluster.owner.kill, nth)
+    bed.store.before["put_write"] = Do(cluster.owner.kill, nth)
     with within(8 * RECONNECT_S + SLACK_S):
         save = bed.save(form, bed.keys(2), bed.sources(2))
         assert found(save) <= {"transport", "missing", "no space"}
@@ -118,9 +118,10 @@ def test_an_owner_that_does_not_answer_is_waited_for_once(
     bed = Bed(lasting, torch.device("cpu"), transfer_timeout_s=40.0, wait_timeout_s=60.0)
     keys, pages = bed.saved(num_pages)
     # Whole objects wait side by side, ranges one after another; those of a part that fails are
-    # fetched whole, which is not tried any more.
-    at_once = 8 if form.by_layer else 1
-    limit_s = at_once * (RECONNECT_S + (STATUS_S if way == "frozen" else 0)) + SLACK_S
+    # fetched whole, which is not tried any more. The first object is written alone.
+    once_s = RECONNECT_S + (STATUS_S if way == "frozen" else 0)
+    load_s = (8 if form.by_layer else 1) * once_s + SLACK_S
+    save_s = once_s + SLACK_S
     with contextlib.ExitStack() as stack:
         if way == "frozen":
             stack.enter_context(lasting.frozen(lasting.owner))
@@ -128,10 +129,10 @@ def test_an_owner_that_does_not_answer_is_waited_for_once(
             lasting.owner.kill()
         targets = [bed.targets(pages) for _ in range(2)]
         sources = [bed.sources(num_pages) for _ in range(2)]
-        for turn, bound_s in enumerate((limit_s, AT_ONCE_S)):
+        for turn, bound_s in enumerate((load_s, AT_ONCE_S)):
             with within(bound_s):
                 assert found(bed.load(form, keys, targets[turn])) == {"transport"}
-        for turn, bound_s in enumerate((limit_s, AT_ONCE_S)):
+        for turn, bound_s in enumerate((save_s, AT_ONCE_S)):
             with within(bound_s):
                 new = bed.keys(num_pages)
                 assert found(bed.save(form, new, sources[turn])) == {"transport"}

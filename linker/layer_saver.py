@@ -17,7 +17,7 @@ from kvferry.linker.layer_staging import StagedPart, acquire, leaves_room
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.mover import count_stored
 from kvferry.linker.plan import SpacePlan
-from kvferry.linker.ranges import Range, of_layers, of_part, of_plans, ranged
+from kvferry.linker.ranges import Range, of_layers, of_plans, ranged
 from kvferry.linker.seal import Seal, ends_of, wait
 from kvferry.linker.staging import Span, StagingBuffer
 from kvferry.linker.store import ObjectResult, Outcome, Store
@@ -229,17 +229,21 @@ class _Run:
             saver._trace.add_fence("pack", described.what, item.fence, bytes=described.num_bytes)
 
     def _range_of(self, item: StagedPart, layers: range) -> Range:
-        num_bytes = sum(
-            piece.num_rows * self._layer_bytes(piece.space, layers) for piece in item.part.pieces
+        moved = [
+            (piece.num_rows, self._layer_bytes(piece.space, layers)) for piece in item.part.pieces
+        ]
+        return Range(
+            "pack",
+            f"layers {layers.start}..{layers.stop - 1}",
+            sum(num_rows * num_bytes for num_rows, num_bytes in moved),
+            sum(num_rows for num_rows, num_bytes in moved if num_bytes),
         )
-        num_pages = sum(piece.num_rows for piece in item.part.pieces)
-        return Range("pack", f"layers {layers.start}..{layers.stop - 1}", num_bytes, num_pages)
 
     def _layer_bytes(self, space: str, layers: range) -> int:
         offsets = self._saver._layout.layer_offsets[space]
         return offsets[layers.stop] - offsets[layers.start]
 
-    @ranged(lambda _, item: of_part("wire", item.part, item.rows))
+    @ranged(lambda run, item: of_plans("wire", run._plans_of(item), "objects"))
     def _put(self, item: StagedPart) -> dict[str, ObjectResult]:
         """Put a part's objects; in a wire thread."""
         saver, part, save = self._saver, item.part, self._save
@@ -247,8 +251,8 @@ class _Run:
         save.check_going()
         self._write_ends(item)
         keys, addresses, sizes = [], [], []
-        for piece in part.pieces:
-            keys += self._rows[piece.space].plan.keys[piece.first_row : piece.end_row]
+        for piece, plan in zip(part.pieces, self._plans_of(item), strict=True):
+            keys += plan.keys
             addresses += piece.addresses(item.span.address)
             sizes += [piece.range_bytes] * piece.num_rows
         begin_s = time.perf_counter()
@@ -258,7 +262,7 @@ class _Run:
         finally:
             if saver._trace is not None:
                 end_s = time.perf_counter()
-                saver._trace.add("wire", part.name, begin_s, end_s, bytes=sum(sizes))
+                saver._trace.add("wire", "objects", begin_s, end_s, bytes=sum(sizes))
         return dict(zip(keys, results, strict=True))
 
     def _write_ends(self, item: StagedPart) -> None:
@@ -267,15 +271,24 @@ class _Run:
         if seal is None:
             return
         begin_s = time.perf_counter()
-        for piece in item.part.pieces:
-            plan = self._rows[piece.space].plan
-            keys = plan.keys[piece.first_row : piece.end_row]
-            behind = piece.base_bytes + plan.object_bytes
-            ends = ends_of(item.span.tensor, len(keys), piece.stride_bytes, behind, plan.end_bytes)
+        for piece, plan in zip(item.part.pieces, self._plans_of(item), strict=True):
+            behind, count = piece.base_bytes + plan.object_bytes, piece.num_rows
+            ends = ends_of(item.span.tensor, count, piece.stride_bytes, behind, plan.end_bytes)
             sums = self._sums_of(piece)
             assert sums is not None
-            seal.write(ends, plan, keys, sums)
+            seal.write(ends, plan, plan.keys, sums)
         item.seal_us = _us_since(begin_s)
+
+    def _plans_of(self, item: StagedPart) -> list[SpacePlan]:
+        """Return the plan of each of a part's pieces."""
+        return [
+            plan._replace(
+                keys=plan.keys[piece.first_row : piece.end_row],
+                page_ids=plan.page_ids[piece.first_row : piece.end_row],
+            )
+            for piece in item.part.pieces
+            for plan in (self._rows[piece.space].plan,)
+        ]
 
     def _sums_of(self, piece: Piece) -> torch.Tensor | None:
         if self._saver._seal is None:
@@ -291,11 +304,9 @@ class _Run:
         finally:
             save.timings.wire_us += item.attempts.wire_us
             save.timings.seal_us += item.seal_us
-        for piece in item.part.pieces:
-            plan = self._rows[piece.space].plan
-            keys = plan.keys[piece.first_row : piece.end_row]
-            own = [results[key] for key in keys]
-            count_stored(save, self._saver._existence, plan._replace(keys=keys), own)
+        for plan in self._plans_of(item):
+            own = [results[key] for key in plan.keys]
+            count_stored(save, self._saver._existence, plan, own)
         item.release()
         self._staged.popleft()
         save.check_going()

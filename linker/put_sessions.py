@@ -9,7 +9,7 @@ name that nobody else has, which is reserved first and never written.
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from kvferry.arguments import shown
@@ -60,7 +60,7 @@ class MooncakePutSession:
         self._witness = WITNESS_PREFIX + secrets.token_hex(16)
         self._started = self._start(size_of)
         self._asked_s = self._started_s
-        self._is_lost = False
+        self._is_lost = self._has_written = False
         self._late: set[str] = set()  # keys with bytes that may still be on their way
         self._coverage = {
             key: Coverage(size_of[key]) for key, result in self._started.items() if result is STORED
@@ -108,10 +108,9 @@ class MooncakePutSession:
             self._claim(keys, sizes, offsets)
             results: list[ObjectResult] = []
             of_client, gives_up = self._book.calls.patience, False
-            step = min(self._book.max_call_objects, of_client.ranges_per_call)
             places, lengths, starts = nested(addresses, sizes, offsets)
             try:
-                for part in split(sizes, self._book.max_call_bytes, step):
+                for part in self._parts(sizes):
                     reason = patience.UNTRIED if gives_up else self._unfit() or self._lost()
                     if reason is not None:
                         results += [reason] * (part.stop - part.start)
@@ -120,15 +119,11 @@ class MooncakePutSession:
                     results += self._write_part(
                         keys[part], places[part], lengths[part], starts[part]
                     )
+                    self._has_written |= STORED in results[part]
                     gives_up = of_client.is_lost(results[part], time.monotonic() - begin_s)
             finally:
                 self._settle(keys, sizes, offsets, results)
         return results
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the session is too old to be written or finished; 0 if it is."""
-        return max(0.0, self._started_s + self._book.max_age_s - time.monotonic())
 
     def finish(self) -> list[ObjectResult]:
         """End what is whole and in time, revoke the rest; repeating it gives the same results.
@@ -183,6 +178,16 @@ class MooncakePutSession:
             self._is_lost = answers.count(codes.REPLICA_IS_NOT_READY) < len(answers)
             self._asked_s = now_s
         return _LOST if self._is_lost else None
+
+    def _parts(self, sizes: Sequence[int]) -> Iterator[slice]:
+        """Cut a list of ranges into calls: one alone, as long as none has come to an owner."""
+        first = 0
+        if not self._has_written:
+            yield slice(0, min(1, len(sizes)))
+            first = 1
+        step = min(self._book.max_call_objects, self._book.calls.patience.ranges_per_call)
+        for part in split(sizes[first:], self._book.max_call_bytes, step):
+            yield slice(first + part.start, first + part.stop)
 
     def _write_part(
         self,

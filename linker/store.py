@@ -69,11 +69,6 @@ class PutSession(Protocol):
         """Write one range per key at `offsets[i]` of its object; ranges must not overlap."""
         ...
 
-    @property
-    def left_s(self) -> float:
-        """Seconds until the session is too old to be written or finished; 0 if it is."""
-        ...
-
     def finish(self) -> list[ObjectResult]:
         """End each object whose every byte was written in time, revoke the others."""
         ...

@@ -92,11 +92,17 @@ def layer_by_layer(bed: Bed, linker: Linker) -> list[dict[str, Any]]:
 def cancelled(bed: Bed, linker: Linker) -> LayerSave:
     """Save the first layer, and think better of it while the saver waits for the next."""
     save = linker.save([f"gone-{key}" for key in keys(3)], bed.fill(0, 3), layerwise=True)
-    sent = threading.Event()
-    bed.store.before["write"] = lambda *_: sent.set()
+    waits = threading.Event()
+    wait_written = save.wait_written
+
+    def waiting(group: int, timeout_s: float) -> Any:
+        if group == 1:
+            waits.set()
+        return wait_written(group, timeout_s)
+
+    save.wait_written = waiting  # type: ignore[method-assign]
     save.layer_written(0)
-    assert sent.wait(10)
-    bed.store.before.clear()
+    assert waits.wait(10)
     save.cancel()
     return save
 

@@ -260,6 +260,19 @@ def test_old_session_writes_and_publishes_nothing(short_store, make_memory, uniq
     assert outcomes(short_store.put([key], *lists[:2])) == [Outcome.STORED]
 
 
+def test_sessions_end_before_the_master_gives_memory_away():
+    assert MooncakeConfig("h:1").session_age_s == 8.0  # of 10 s of client_ttl
+    assert MooncakeConfig("h:1", client_ttl_s=40.0).session_age_s == 24.0
+    assert MooncakeConfig("h:1", put_start_discard_s=5.0).session_age_s == 4.0
+    assert MooncakeConfig("h:1", put_start_release_s=1.0).session_age_s == 0.8
+    assert MooncakeConfig("h:1", session_max_age_s=3.0).session_age_s == 3.0
+    with pytest.raises(ArgumentError, match=r"session_max_age_s is 12, wanted at most 10: "):
+        MooncakeConfig("h:1", session_max_age_s=12.0)
+    for name in ("put_start_discard_s", "put_start_release_s", "client_ttl_s"):
+        with pytest.raises(ArgumentError, match=name):
+            MooncakeConfig("h:1", **{name: 0.0})
+
+
 @pytest.mark.mooncake
 def test_session_that_was_taken_over_fails_and_frees_its_key(
     short_master, short_store, make_memory, unique
@@ -622,7 +635,8 @@ def test_after_a_call_that_hung_no_range_is_tried(
                     if not turn:
                         store._calls.patience._suspects = False
                     assert writing.write(written, *lists, offsets) == [UNTRIED] * count
-                assert tried == {"put_write": sizes, "get_read": sizes}
+                # The first of a session's writes goes alone.
+                assert tried == {"put_write": [1], "get_read": sizes}
                 results = reading.read(keys, *lists, offsets)
                 assert outcomes(results) == [Outcome.FETCHED] * count
                 assert outcomes(writing.write(written, *lists, offsets)) == [Outcome.STORED] * count
