@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvferry.arguments import flag, of_type, seconds, shown, string, whole_number
+from kvferry.arguments import of_type, seconds, shown, string, whole_number
 from kvferry.errors import StoreClosed, StoreError, StoreUnavailable
 from kvferry.linker import clients, codes
 from kvferry.linker.arguments import (

@@ -84,7 +84,12 @@ class MooncakeConfig:
             self.master_endpoint()
         settle(self, "segment_bytes local_buffer_bytes", whole_number, 0, MAX_BYTES)
         settle(self, "max_call_bytes max_call_objects", whole_number, 1, MAX_BYTES)
-        settle(self, "lease_ttl_s put_start_discard_s put_start_release_s client_ttl_s", seconds, above=True)
+        settle(
+            self,
+            "lease_ttl_s put_start_discard_s put_start_release_s client_ttl_s",
+            seconds,
+            above=True,
+        )
         if self.session_max_age_s is not None:
             settle(self, "session_max_age_s", seconds, above=True)
         settle(self, "rpc_timeout_s", number, above=True, most=MAX_RPC_TIMEOUT_S)

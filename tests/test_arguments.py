@@ -228,7 +228,9 @@ CASES: dict[str, Case] = {
         device_name=[None, 1, b"x", "\ud800", [], True],
         segment_bytes=[*whole(0), 2**63], local_buffer_bytes=[*whole(0), 2**63],
         max_call_bytes=[*whole(1), 2**63], max_call_objects=[*whole(1), 2**63],
-        lease_ttl_s=POSITIVE, session_max_age_s=POSITIVE, rpc_timeout_s=[*POSITIVE, 2e6],
+        lease_ttl_s=POSITIVE, put_start_discard_s=POSITIVE, put_start_release_s=POSITIVE,
+        client_ttl_s=POSITIVE, session_max_age_s=[*(v for v in POSITIVE if v is not None), 10.5],
+        rpc_timeout_s=[*POSITIVE, 2e6],
     )(master_address="127.0.0.1:1"),
     "MooncakeConfig.from_environment": made(
         kvferry.MooncakeConfig.from_environment,
@@ -238,7 +240,7 @@ CASES: dict[str, Case] = {
                                  num_bytes=[*whole(1), 2**63])(address=4096, num_bytes=16),
     "MooncakeStore.unregister": of("store.unregister", address=[*whole(1), 2**63])(),
     "MooncakeStore.exists": of("store.exists", keys=KEYS)(),
-    "MooncakeStore.put": of("store.put", keys=KEYS, addresses=SIZES, sizes=SIZES, absent=FLAG)(
+    "MooncakeStore.put": of("store.put", keys=KEYS, addresses=SIZES, sizes=SIZES)(
         keys=["a"], addresses=lambda world: [world.staging.address], sizes=[16]),
     "MooncakeStore.get": of("store.get", keys=KEYS, addresses=SIZES, sizes=SIZES)(
         keys=["a"], addresses=lambda world: [world.staging.address], sizes=[16]),
