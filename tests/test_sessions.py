@@ -20,6 +20,8 @@ from kvferry.linker.store import ObjectResult, Outcome
 
 KIB, MIB = 1 << 10, 1 << 20
 
+NOT_OPEN = r"not open (in this put session|here, wanted one of this get session)"
+
 
 def outcomes(results):
     return [result.outcome for result in results]
