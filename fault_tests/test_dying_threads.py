@@ -105,7 +105,7 @@ def test_an_exit_thrown_into_idle_threads(bed: Bed, form: Form) -> None:
 
 @pytest.mark.parametrize(("form", "kind"), MOVES, ids=name_of)
 def test_an_exit_thrown_into_threads_in_a_store_call(bed: Bed, form: Form, kind: str) -> None:
-    for call in (SAVE_CALLS if kind == "save" else LOAD_CALLS)[form.by_layer]:
+    for call in SAVE_CALLS if kind == "save" else LOAD_CALLS[form.by_layer]:
         keys, pages = bed.saved(2)
         pause = bed.store.before[call] = Pause()
         if kind == "save":

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvferry.errors import StoreClosed, StoreError, StoreUnavailable
+from kvferry.errors import StoreClosed, StoreUnavailable
 from kvferry.linker import codes
 from kvferry.linker.calls import Calls
 from kvferry.linker.store import STORED, ObjectResult, Outcome
@@ -62,7 +62,7 @@ class PutBook:
             self._open.update(mine)
         try:
             results = self._start_mine(mine, size_of)
-        except StoreError:
+        except BaseException:  # an exit thrown into this thread, too
             self.abandon(mine)  # some may have been opened
             raise
         self.release(key for key in mine if results[key].outcome is not Outcome.STORED)
@@ -78,6 +78,9 @@ class PutBook:
         except (StoreUnavailable, StoreClosed) as error:
             _log.warning("could not revoke %d objects yet: %s", len(keys), error)
             self.abandon(keys)
+        except BaseException:
+            self.abandon(keys)
+            raise
 
     def end(self, keys: list[str]) -> dict[str, int]:
         """Make open keys readable; those that Mooncake ended leave the book."""
@@ -121,6 +124,8 @@ class PutBook:
         return keys
 
     def _sweep(self) -> None:
+        if not self._abandoned or self.calls.breaker.is_open:  # nearly always; else in vain
+            return
         now_s = time.monotonic()
         with self._lock:
             keys = sorted(key for key, until_s in self._abandoned.items() if until_s <= now_s)

@@ -258,7 +258,7 @@ class MooncakePutSession:
         try:
             if reason is None:
                 answers = self._book.end(whole)
-        except StoreError:
+        except BaseException:  # an exit thrown into this thread, too
             self._book.abandon([self._witness, *(set(self._coverage) - self._late)])
             self._book.abandon(self._late, after_s=patience.DRAIN_S)
             raise

@@ -391,22 +391,22 @@ MUTANTS = (
     Mutant(
         "counters of a layer are raised before its bytes are there",
         "linker/layer_loader.py",
-        "if self._parts_left[self._next_group] or self._batch.lacks_before(end):",
+        "if not is_there or self._batch.lacks_before(end):",
         "if self._batch.lacks_before(end):",
         "tests/test_layers.py",
     ),
     Mutant(
         "counters of a layer are raised while rows of it are lacking",
         "linker/layer_loader.py",
-        "if self._parts_left[self._next_group] or self._batch.lacks_before(end):",
-        "if self._parts_left[self._next_group]:",
+        "if not is_there or self._batch.lacks_before(end):",
+        "if not is_there:",
         "tests/test_layers.py",
     ),
     Mutant(
         "the verdict of a layer-wise load is left out",
         "linker/layer_loader.py",
-        "faults = self._batch.faults()",
-        "faults = dict[str, str]()",
+        "faults = too_long | self._batch.faults()",
+        "faults = too_long",
         "tests/test_layers.py",
     ),
     Mutant(
@@ -651,7 +651,7 @@ MUTANTS = (
     ),
     Mutant(
         "an error keeps the frames that it went through",
-        "linker/sglang_jobs.py",
+        "linker/transfer.py",
         "each.__traceback__ = None",
         "pass",
         "tests/test_sglang_jobs.py",
