@@ -46,6 +46,7 @@ class InstantClient:
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
+        self._open: dict[str, int] = {}
         self._ends: dict[str, bytes] = {}
         self._values: dict[str, bytes] = {}
         self.forget()
@@ -110,7 +111,7 @@ class InstantClient:
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
         """0 for each object that was put."""
         self.num_keys += len(keys)
-        return [0 if key in self._sizes else -704 for key in keys]
+        return [0 if key in self._sizes else -703 if key in self._open else -704 for key in keys]
 
     @_noted
     def batch_get_session_end(self, keys: Sequence[str]) -> list[int]:
@@ -164,12 +165,43 @@ class InstantClient:
             self._sizes[key] = sum(lengths)
         return [0] * len(keys)
 
-    # ---- what kvferry only looks for ----
+    # ---- kvferry's puts ----
 
-    def batch_put_session_start(self, *arguments: Any) -> list[int]:
-        """Refuse: neither linker offloads by sessions."""
-        raise NotImplementedError("wanted whole puts")
+    @_noted
+    def batch_put_session_start(self, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
+        """Open objects for writing, those alone that are not there."""
+        self.num_keys += len(keys)
+        answers = [-705 if key in self._sizes or key in self._open else 0 for key in keys]
+        self._open.update(
+            (key, size) for key, size, code in zip(keys, sizes, answers, strict=True) if code == 0
+        )
+        return answers
 
-    batch_put_session_end = batch_put_session_start
-    batch_put_session_revoke = batch_put_session_start
-    batch_put_from_multi_buffer_ranges = batch_put_session_start
+    @_noted
+    def batch_put_from_multi_buffer_ranges(
+        self,
+        keys: Sequence[str],
+        addresses: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        offsets: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Return the bytes given; keep the ends of objects."""
+        self.num_ranges += sum(map(len, sizes))
+        for key, places, lengths, starts in zip(keys, addresses, sizes, offsets, strict=True):
+            if starts[-1] + lengths[-1] == self._open[key]:
+                kept = min(lengths[-1], KEPT_BYTES)
+                self._ends[key] = ctypes.string_at(places[-1] + lengths[-1] - kept, kept)
+        return [sum(lengths) for lengths in sizes]
+
+    @_noted
+    def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
+        """Make open objects readable."""
+        self._sizes.update((key, self._open.pop(key)) for key in keys)
+        return [0] * len(keys)
+
+    @_noted
+    def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
+        """Drop open objects."""
+        for key in keys:
+            self._open.pop(key, None)
+        return [0] * len(keys)
