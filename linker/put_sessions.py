@@ -175,7 +175,7 @@ class MooncakePutSession:
         now_s = time.monotonic()
         if now_s - self._asked_s > TRUST_S:
             answers = self._book.ask([self._witness, *self._coverage])
-            self._is_lost = answers.count(codes.REPLICA_IS_NOT_READY) < len(answers)
+            self._is_lost |= answers.count(codes.REPLICA_IS_NOT_READY) < len(answers)
             self._asked_s = now_s
         return _LOST if self._is_lost else None
 
