@@ -136,6 +136,8 @@ class MooncakeStore:
 
         Not by Mooncake's own put: its 0 says neither that these bytes were stored nor that any can
         be read, and after a time-out it gives the object's memory away while bytes may still come.
+        What was stored is leased, as by a lookup; if it is gone by then, it is FAILED with
+        `OBJECT_NOT_FOUND`.
         """
         self._calls.check_sessions()
         self._check(keys, addresses, sizes)

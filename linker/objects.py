@@ -10,13 +10,17 @@ from kvferry.linker.put_sessions import MooncakePutSession
 from kvferry.linker.store import FETCHED, STORED, ObjectResult, Outcome, all_are
 
 _WRONG_SIZE = ObjectResult(Outcome.WRONG_SIZE)
+_GONE = ObjectResult(Outcome.FAILED, codes.code_name(codes.OBJECT_NOT_FOUND))
 _EXPIRED = ObjectResult(Outcome.LEASE_EXPIRED, codes.code_name(codes.LEASE_EXPIRED))
 
 
 def put_objects(
     book: PutBook, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
 ) -> list[ObjectResult]:
-    """Write objects in one session; see `MooncakeStore.put`."""
+    """Write objects in one session; see `MooncakeStore.put`.
+
+    A lookup leases what was stored: an object that nobody has asked for yet may be evicted at once.
+    """
     writing = keys
     with MooncakePutSession(book, keys, sizes) as session:
         started = session.start_results()
@@ -26,11 +30,15 @@ def put_objects(
             writing = [keys[index] for index in opened]
         written = session.write(writing, addresses, sizes, [0] * len(writing))
         results = session.finish()
-    if all_are(written, STORED):
-        return results
     why = {
         key: result for key, result in zip(writing, written, strict=True) if result is not STORED
     }
+    stored = [key for key, result in zip(keys, results, strict=True) if result is STORED]
+    there = book.calls.exists(stored)
+    if not all(there):
+        why.update(
+            (key, _GONE) for key, is_there in zip(stored, there, strict=True) if not is_there
+        )
     return [why.get(key, result) for key, result in zip(keys, results, strict=True)]
 
 
