@@ -65,7 +65,7 @@ def test_states_need_their_request_pool() -> None:
         ("mha", {"page_size": 32}, "MHATokenToKVPool: page_size is 64, wanted the tree's 32"),
         ("swa", {"page_size": 128}, "SWAKVPool: page_size is 64, wanted the tree's 128"),
         ("deepseek_v4", {"page_size": 64}, "page_size is 256, wanted the tree's 64"),
-        ("mha", {"num_layers": 2}, "layer 2 is outside 0 .. 1"),
+        ("mha", {"num_layers": 2}, "layers is 2, wanted 0 .. 1"),
     ],
 )
 def test_sizes_that_differ(name: str, changes: dict[str, Any], message: str) -> None:

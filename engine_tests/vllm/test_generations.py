@@ -148,8 +148,7 @@ def test_running_requests_over_new_weights(make: Make) -> None:
 def test_a_save_in_flight_does_not_hold_up_a_reset(saves: str, make: Make) -> None:
     """It ends under the keys of the generation that it was begun with."""
     first = make(settings={"saves": saves})
-    call = "put" if saves == "whole" else "put_session"
-    pause = first.stores[0].before[call] = Pause()
+    pause = first.stores[0].before["put"] = Pause()
     answer = first.add(prompt(200), 1)
     first.until(lambda: bool(answer.reason))
     pause.wait()
