@@ -96,7 +96,7 @@ def test_ratios_are_of_the_same_round() -> None:
     rounds = Rounds(
         {
             sides.UPSTREAM: times((10, 1, 100), (40, 4, 400), (90, 9, 900)),
-            sides.KVFERRY: times((10, 1, 100), (40, 4, 400), (90, 9, 900)),
+            sides.KVFERRY: times((4, 1, 40), (20, 4, 160), (45, 9, 300)),
             sides.PLAIN: times((2, 2, 90), (10, 2, 100), (30, 3, 150)),
         }
     )
@@ -106,6 +106,8 @@ def test_ratios_are_of_the_same_round() -> None:
         "all_layers_32_pages": (4.0, True),
         "layer_0_32_pages": (2.0, True),
         "offload_32_pages": (4.0, True),
+        "all_layers_with_checksums_32_pages": (2.5, True),
+        "offload_with_checksums_32_pages": (2.0, True),
     }
     rounds.by_side[sides.PLAIN] = times((9, 2, 90), (39, 8, 399), (30, 1, 100))
     values = {bar.name: (bar.value, bar.ok) for bar in wire_bars(32, rounds)}
@@ -201,6 +203,8 @@ def test_it_runs() -> None:
         "all_layers_8_pages",
         "layer_0_8_pages",
         "offload_8_pages",
+        "all_layers_with_checksums_8_pages",
+        "offload_with_checksums_8_pages",
     ], done.stderr
     assert done.returncode == int(any(words[-1] == "short" for words in bars))
     rows = [line.split() for line in lines if line.startswith("tiny")]
