@@ -155,7 +155,7 @@ def test_a_budget_is_refused_where_it_cannot_be(layout: CacheLayout) -> None:
         Packer(layout, "full", LaunchConfig(max_programs=2), max_programs=4)
     with pytest.raises(ArgumentError, match=r"max_programs is -1, wanted 0"):
         Packer(layout, "full", max_programs=-1)
-    with pytest.raises(ArgumentError, match="max_programs is -1, wanted 0 \.\. 2147483647"):
+    with pytest.raises(ArgumentError, match=r"max_programs is -1, wanted 0 \.\. 2147483647"):
         LinkerConfig(max_programs=-1)
     with pytest.raises(ArgumentError, match="max_programs is 65537"):
         Packer(layout, "full", max_programs=65537)
