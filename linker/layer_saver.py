@@ -16,7 +16,7 @@ from kvferry.linker.layer_save import LayerSave
 from kvferry.linker.layer_staging import StagedPart, acquire, leaves_room
 from kvferry.linker.lookup import ExistenceCache
 from kvferry.linker.mover import count_stored
-from kvferry.linker.plan import SpacePlan
+from kvferry.linker.plan import SpacePlan, stride_bytes
 from kvferry.linker.ranges import Range, of_layers, of_plans, ranged
 from kvferry.linker.seal import Seal, ends_of, wait
 from kvferry.linker.staging import Span, StagingBuffer
@@ -63,8 +63,11 @@ class LayerSaver:
         self._part_bytes = part_bytes
         self._backend = backend
         self._trace = trace
-        self._layout = next(iter(packers.values())).layout
+        self._layout = layout = next(iter(packers.values())).layout
         self._seal = seal
+        # What any other transfer of this linker needs at once, of whatever index space.
+        strides = [stride_bytes(layout, it, trailer=seal is not None) for it in layout.spaces]
+        self._others_bytes = max(part_bytes, *strides)
 
     def move(self, save: LayerSave) -> None:
         """Carry out a save and end its handle.
@@ -148,13 +151,12 @@ class _Run:
         """
         staging = self._saver._staging
         early: list[StagedPart] = []
-        needed = max(self._saver._part_bytes, *(r.plan.stride_bytes for r in self._rows.values()))
         for part in parts:
             try:
                 span = staging.acquire(part.staging_bytes, 0.0)
             except StagingTimeout:
                 break
-            if not leaves_room([*(item.span for item in early), span], needed):
+            if not leaves_room([*(item.span for item in early), span], self._saver._others_bytes):
                 span.release()
                 break
             early.append(_staged(part, span))

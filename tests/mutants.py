@@ -487,6 +487,13 @@ MUTANTS = (
         "tests/test_sessions.py",
     ),
     Mutant(
+        "a save that waits for the model leaves room for its own objects alone",
+        "linker/layer_saver.py",
+        "for it in layout.spaces]",
+        "for it in layout.spaces[:1]]",
+        "tests/test_layers.py",
+    ),
+    Mutant(
         "a save that waits for the model takes all of staging",
         "linker/layer_staging.py",
         "return 2 * sum(gaps) >= total and max(gaps) >= needed_bytes",

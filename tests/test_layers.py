@@ -138,6 +138,18 @@ def test_what_staging_has_no_room_for_follows_the_last_layer(
     bed.check(32, range(8))
 
 
+def test_a_save_of_small_objects_leaves_room_for_a_large_one(bed: Bed) -> None:
+    small, large = (stride_bytes(bed.layout, space, trailer=True) for space in ("full", "state"))
+    linker = bed.linker(small + large - 512, groups=GROUPS)
+    assert 2 * small < linker._staging.num_bytes  # it would have room for one
+    save = linker.save(keys(1), {"full": [0]}, layerwise=True)
+    save.layer_written(0)
+    time.sleep(0.1)
+    assert linker.save(["other"], {"state": [7]}).result(10.0).failures == {}
+    save.layer_written(NUM_LAYERS - 1)
+    assert save.result().failures == {}
+
+
 def test_a_layer_is_there_when_its_wait_returns_and_before_the_others(bed: Bed) -> None:
     linker = bed.linker(groups=GROUPS, fetch_ahead=0)
     saved(bed, linker, 6)
